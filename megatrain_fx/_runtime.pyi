@@ -1,0 +1,214 @@
+"""Types of the C++ runtime (runtime_ext/): lanes, gates, host tasks, instructions and their executor."""
+
+from collections.abc import Callable, Sequence
+from typing import ClassVar, final
+
+import torch
+
+built_for_torch: str
+"""`torch.__version__` of the PyTorch that the runtime was compiled against."""
+
+@final
+class Lane:
+    """An ordered queue of operations."""
+
+    compute: ClassVar[Lane]
+    """Runs on the thread that calls `Executor.run`; on an accelerator, on that thread's current stream."""
+    h2d: ClassVar[Lane]
+    """Copies to the device: one thread and, on an accelerator, one stream."""
+    d2h: ClassVar[Lane]
+    """Copies to the host: one thread and, on an accelerator, one stream."""
+    host: ClassVar[Lane]
+    """CPU work: one thread."""
+    __members__: ClassVar[dict[str, Lane]]
+    @property
+    def name(self) -> str: ...
+    @property
+    def value(self) -> int: ...
+    def __init__(self, value: int) -> None: ...
+    def __int__(self) -> int: ...
+    def __index__(self) -> int: ...
+    def __hash__(self) -> int: ...
+    def __eq__(self, other: object) -> bool: ...
+
+@final
+class Gate:
+    """A host-side condition that later runs wait for (e.g. 'these weights are up to date').
+
+    It counts closings, and is open at zero. A failure lasts until the gate is next closed from zero, or reset.
+    """
+
+    def __init__(self) -> None: ...
+    def close(self) -> None:
+        """Adds one closing."""
+    def open(self) -> None:
+        """Undoes one closing; without effect on an open gate."""
+    def fail(self, message: str) -> None:
+        """Undoes one closing and makes every `wait` raise `message`; of several failures the first is kept."""
+    def reset(self) -> None:
+        """Opens the gate, whatever its count, and forgets a failure."""
+    def wait(self) -> None:
+        """Blocks, without the GIL, until the gate is open.
+
+        Raises:
+            RuntimeError: the gate failed.
+        """
+    @property
+    def is_open(self) -> bool:
+        """Whether `wait` would return at once; False for a failed gate."""
+
+class Task:
+    """Work in C++ that an instruction runs on its lane without the GIL. Its subclasses are made in C++."""
+
+@final
+class AccumulateTask(Task):
+    """Moves one stage's gradients from a pinned slab into the host store's gradient region."""
+
+    def __init__(self, slab: torch.Tensor, gradient: torch.Tensor) -> None:
+        """Keeps both byte regions: uint8, shape (bytes,), contiguous, on the CPU.
+
+        Raises:
+            ValueError: a tensor is none of that.
+        """
+    def set_segments(self, segments: Sequence[tuple[int, int, torch.dtype, int]]) -> None:
+        """Says what the next run of this task does, in order.
+
+        Not synchronised with a run in progress: call it before the instruction is issued, or in an operation that
+        the instruction waits for.
+
+        Args:
+            segments: (byte offset in both regions, number of elements, their dtype, mode). Mode 0 skips, 1 copies
+                the slab over the gradient, 2 adds it with the rounding of `torch.Tensor.add_` of that dtype.
+
+        Raises:
+            ValueError: a segment is misaligned or outside a region, or a mode is unknown.
+        """
+    def run(self) -> None:
+        """Does it now, on the calling thread."""
+
+@final
+class Instruction:
+    """One operation of a lowered schedule.
+
+    Arguments common to all kinds:
+        name: printed text of the operation, for errors and profiles.
+        lane: where it runs.
+        waits: positions, in the executor's list, of earlier instructions that must be complete first.
+        poison: contiguous tensors whose bytes become 0xFF (NaN) after the operation, on its lane, in chaos mode only.
+        gates: waited for before the operation. A failed gate fails it.
+        opens: opened when the operation is done (on the device too), failed when it fails or is cancelled.
+    """
+
+    @staticmethod
+    def copy(
+        name: str,
+        lane: Lane,
+        source: torch.Tensor,
+        target: torch.Tensor,
+        waits: Sequence[int],
+        *,
+        poison: Sequence[torch.Tensor] = ...,
+        gates: Sequence[Gate] = ...,
+        opens: Sequence[Gate] = ...,
+    ) -> Instruction:
+        """Copies `source` to `target`, of equal shape. Invisible to autograd: no history, no version counted."""
+    @staticmethod
+    def call(
+        name: str,
+        lane: Lane,
+        function: Callable[..., object],
+        waits: Sequence[int],
+        *,
+        poison: Sequence[torch.Tensor] = ...,
+        gates: Sequence[Gate] = ...,
+        opens: Sequence[Gate] = ...,
+    ) -> Instruction:
+        """Calls `function(context)` with the run's context; what it returns is dropped."""
+    @staticmethod
+    def task(
+        name: str,
+        lane: Lane,
+        task: Task,
+        waits: Sequence[int],
+        *,
+        poison: Sequence[torch.Tensor] = ...,
+        gates: Sequence[Gate] = ...,
+        opens: Sequence[Gate] = ...,
+    ) -> Instruction:
+        """Runs a C++ task without the GIL."""
+    @staticmethod
+    def mark(
+        name: str,
+        lane: Lane,
+        waits: Sequence[int],
+        *,
+        poison: Sequence[torch.Tensor] = ...,
+        gates: Sequence[Gate] = ...,
+        opens: Sequence[Gate] = ...,
+    ) -> Instruction:
+        """Does nothing: a point in the lane's order."""
+    @property
+    def name(self) -> str: ...
+    @property
+    def lane(self) -> Lane: ...
+    @property
+    def waits(self) -> list[int]: ...
+
+@final
+class Runtime:
+    """The lanes of one device: their threads and streams, made once and shared by executors."""
+
+    def __init__(self, device: torch.device, chaos_seed: int | None = None, chaos_delay_us: int = 2000) -> None:
+        """Starts the lanes.
+
+        Args:
+            device: where schedules compute; an accelerator without an index is the current one.
+            chaos_seed: switches chaos mode on: random delays, poison, and lanes that are given their operations
+                before compute starts, so that nothing but declared dependencies orders them.
+            chaos_delay_us: longest delay before an operation, in microseconds.
+
+        Raises:
+            ValueError: `chaos_delay_us` is negative.
+        """
+    def synchronize(self) -> None:
+        """Blocks, without the GIL, until every lane is idle, and on an accelerator also the work of earlier runs.
+
+        Raises:
+            RuntimeError: called inside an operation, or after `close`.
+        """
+    def close(self) -> None:
+        """Ends the lanes' threads; a second call does nothing. Runs are refused afterwards."""
+    @property
+    def device(self) -> torch.device: ...
+    @property
+    def chaos(self) -> bool: ...
+
+@final
+class Executor:
+    """Runs the instructions of one lowered schedule on a runtime's lanes."""
+
+    def __init__(self, runtime: Runtime, instructions: Sequence[Instruction]) -> None:
+        """Copies the instructions.
+
+        Raises:
+            ValueError: an instruction waits for itself, a later or an unknown one, or poisons a device tensor on
+                the host lane.
+        """
+    def run(self, begin: int, end: int, context: object) -> None:
+        """Runs instructions [begin, end): compute ones on this thread, each other on its lane.
+
+        `begin == 0` starts a new generation, ordered after everything issued before. A later range goes on in it,
+        on any thread and stream, and may be run again. On return every copy and every host operation of the range
+        is complete; on an accelerator, compute may still be in flight on the current stream.
+
+        After an error nothing more of the range starts, every lane is idle, gates of operations that did not
+        finish have failed, and the executor can run again.
+
+        Raises:
+            ValueError: the range is not one, or waits for instructions that have not run since instruction 0.
+            RuntimeError: an operation failed in C++, a gate failed, or the runtime is closed or running already on
+                this thread.
+            BaseException: what a Python function raised, with a note that names its operation. An interrupt that
+                arrives while this thread waits is raised likewise.
+        """
+    def __len__(self) -> int: ...

@@ -1,0 +1,157 @@
+"""A schedule bound to memory and code: the flat list of instructions that the C++ executor runs."""
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+import torch
+
+from megatrain_fx.extension import runtime as native
+from megatrain_fx.homecoming import Homecoming, Journey, find_journeys
+from megatrain_fx.ir import BufferKind, Lane, Op, Operation, kind_of, number_of
+from megatrain_fx.program import Program
+from megatrain_fx.run import Run
+from megatrain_fx.schedule import Schedule
+from megatrain_fx.stage_runner import StageRunner
+from megatrain_fx.store import HostStore
+from megatrain_fx.text import format_operation
+
+_LANES = {
+    Lane.COMPUTE: native.Lane.compute,
+    Lane.H2D: native.Lane.h2d,
+    Lane.D2H: native.Lane.d2h,
+    Lane.HOST: native.Lane.host,
+}
+_Call = Callable[[Run], None]
+
+
+class BoundSchedule:
+    """Executes one schedule of a program.
+
+    Every operation becomes one C++ instruction. Copies and accumulation run without Python; checkpoint, forward,
+    recompute, backward and the release of values call a :class:`StageRunner`.
+    """
+
+    def __init__(
+        self,
+        schedule: Schedule,
+        program: Program,
+        runners: Sequence[StageRunner],
+        store: HostStore,
+        memory: Mapping[str, torch.Tensor],
+        lanes: native.Runtime,
+    ) -> None:
+        """Bind a schedule.
+
+        Args:
+            schedule: the program's schedule, or its resume schedule.
+            program: what it is a schedule of.
+            runners: one a stage.
+            store: where parameters and gradients live.
+            memory: slots and slabs by name, 1-D uint8.
+            lanes: the C++ lanes that run it.
+        """
+        self._schedule = schedule
+        self._program = program
+        self._runners = runners
+        self._store = store
+        self._memory = memory
+        self._chaos = lanes.chaos
+        self._journeys = {journey.accumulate: journey for journey in find_journeys(schedule)}
+        self._evacuations = {journey.evacuate: journey for journey in self._journeys.values()}
+        self._homecomings: defaultdict[int, list[Homecoming]] = defaultdict(list)
+        tasks = {index: self._bind_journey(journey) for index, journey in self._journeys.items()}
+        self._yield = next(i for i, operation in enumerate(schedule) if operation.op is Op.YIELD)
+        self._executor = native.Executor(lanes, list(self._instructions(tasks)))
+
+    def forward(self, run: Run) -> None:
+        """Run everything up to the yield, or all of it if no backward pass follows."""
+        self._executor.run(0, self._yield + 1 if self._program.training else len(self._schedule), run)
+
+    def backward(self, run: Run) -> None:
+        """Run everything after the yield; ``forward`` of this schedule must be the last thing that ran on its lanes."""
+        self._executor.run(self._yield + 1, len(self._schedule), run)
+
+    def resume(self, run: Run) -> None:
+        """Run a schedule that has only a backward pass."""
+        self._executor.run(0, len(self._schedule), run)
+
+    def _bind_journey(self, journey: Journey) -> native.AccumulateTask:
+        evacuate = self._schedule.operations[journey.evacuate]
+        device, host = self._memory[evacuate.reads[0]], self._memory[evacuate.writes[0]]
+        size = self._program.facts.regions[journey.region].gradient_bytes
+        task = native.AccumulateTask(host[:size], self._store.gradients(journey.region)[:size])
+        trainable = self._runners[self._stage(journey.backward)].trainable
+        places = {p.name: p for p in self._program.layout.regions[journey.region].places if p.name in trainable}
+        views = {name: place.view(device) for name, place in places.items()}
+        self._homecomings[journey.backward].append(Homecoming(task, places, views))
+        return task
+
+    def _stage(self, index: int) -> int:
+        stage = self._schedule.operations[index].stage
+        assert stage is not None
+        return stage
+
+    def _instructions(self, tasks: Mapping[int, native.AccumulateTask]) -> Iterator[native.Instruction]:
+        """One instruction for each operation; where a region lies is known from the prefetches before."""
+        slot_of: dict[int, str] = {}
+        for index, operation in enumerate(self._schedule):
+            name, lane, waits = format_operation(index, operation), _LANES[operation.lane], list(operation.after)
+            if operation.op is Op.PREFETCH:
+                slot_of[number_of(operation.reads[0])] = operation.writes[0]
+                source = self._store.weights(number_of(operation.reads[0]))
+                target = self._memory[operation.writes[0]][: source.numel()]
+                yield native.Instruction.copy(name, lane, source, target, waits)
+            elif operation.op is Op.EVACUATE:
+                source, target = self._memory[operation.reads[0]], self._memory[operation.writes[0]]
+                size = self._program.facts.regions[self._evacuations[index].region].gradient_bytes
+                yield native.Instruction.copy(name, lane, source[:size], target[:size], waits)
+            elif operation.op is Op.ACCUMULATE:
+                yield native.Instruction.task(name, lane, tasks[index], waits)
+            elif (call := self._call(index, operation, slot_of)) is not None:
+                yield native.Instruction.call(name, lane, call, waits, poison=self._poison(operation))
+            else:
+                yield native.Instruction.mark(name, lane, waits, poison=self._poison(operation))
+
+    def _poison(self, operation: Operation) -> list[torch.Tensor]:
+        """Slots and slabs to spoil as they are released, in chaos mode."""
+        return [self._memory[name] for name in operation.freed if self._chaos and name in self._memory]
+
+    def _call(self, index: int, operation: Operation, slot_of: Mapping[int, str]) -> _Call | None:
+        """What Python does for an operation; None if nothing."""
+        if operation.op is Op.RELEASE:
+            names = tuple(name for name in operation.freed if name not in self._memory)
+            return (lambda run: run.release(names, self._chaos)) if names else None
+        if operation.op is Op.LOAD:
+            return None
+        if operation.op is Op.YIELD:
+            return lambda run: run.hand_over(operation.reads)
+        runner = self._runners[self._stage(index)]
+        if operation.op is Op.CHECKPOINT:
+            return runner.checkpoint
+        if operation.op is Op.BACKWARD:
+            return self._backward_call(index, operation, runner)
+        weights = self._views(operation, runner, slot_of)
+        if operation.op is Op.RECOMPUTE:
+            return lambda run: runner.recompute(run, weights)
+        records = any(kind_of(name) is BufferKind.TAPE for name in operation.writes)
+        return lambda run: runner.forward_recording(run, weights) if records else runner.forward(run, weights)
+
+    def _views(self, operation: Operation, runner: StageRunner, slot_of: Mapping[int, str]) -> dict[str, torch.Tensor]:
+        """The parameters of a stage as views of the slots that hold them, by name in the stage's module."""
+        places = self._program.layout.places
+        return {
+            local: places[name].view(self._memory[slot_of[places[name].region]])
+            for local, name in runner.parameter_names.items()
+        }
+
+    def _backward_call(self, index: int, operation: Operation, runner: StageRunner) -> _Call:
+        leaving = tuple(name for name in operation.writes if kind_of(name) is BufferKind.GRADIENT_VALUE)
+        homecomings = tuple(self._homecomings[index])
+
+        def backward(run: Run) -> None:
+            gradients = runner.backward(run, leaving)
+            for homecoming in homecomings:
+                homecoming.send(gradients, run.homes)
+            run.trained.update(dict.fromkeys(gradients))
+
+        return backward

@@ -1,0 +1,166 @@
+"""Capture: a model's forward as an fx graph in which units are single nodes and only the glue is ATen."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch.export import Dim, ExportedProgram
+
+from megatrain_fx.capture_failure import explain
+from megatrain_fx.captured_graph import build_captured_graph
+from megatrain_fx.errors import CaptureError
+from megatrain_fx.model_state import all_tensors, assigned_buffers, preserved, replace_tensors
+from megatrain_fx.private_api import as_in_eager_mode, new_fake_mode
+from megatrain_fx.signature import InputSignature, ModelFlags, Structure, flatten_inputs
+from megatrain_fx.symbolic_signature import SymbolicSignature
+from megatrain_fx.tree import leaf_names
+from megatrain_fx.unit_call import UnitCall, flatten_outputs
+from megatrain_fx.unit_recording import UnitRecorder, active_recorder
+from megatrain_fx.unit_trial import Originals
+from megatrain_fx.units import find_units
+
+_PREFIX = "model."
+
+
+@dataclasses.dataclass(frozen=True)
+class OutputTree:
+    """What the model returns: a tree with constants in it, and tensors."""
+
+    structure: Structure
+
+    def unflatten(self, tensors: Sequence[torch.Tensor]) -> Any:
+        """The model's output, given the tensors that the captured graph returns."""
+        return self.structure.rebuild(tensors)
+
+
+@dataclasses.dataclass(frozen=True)
+class Captured:
+    """A model's forward for one input signature.
+
+    Attributes:
+        graph_module: its placeholders are the distinct input tensors in flatten order; it returns a tuple of the
+            output tensors, in order. Parameters, buffers and constants are `get_attr` nodes (the model's own tensor
+            objects, by their first names; constants `_constant_<i>`), and each call of a unit is one `call_module` node
+            on a `UnitCall` named `unit_call_<k>`, with `getitem` nodes for its results. Glue that the model runs under
+            other modes calls `execution_modes.run_region`. `node.meta` has `val` (fake) and `stack_trace`.
+        unit_calls: in the order of the calls.
+        output_tree: rebuilds what the model returns.
+        signature: of the call that was captured.
+        symbolic: which other sizes the graph is right for; None if captured for these sizes only.
+    """
+
+    graph_module: fx.GraphModule
+    unit_calls: tuple[UnitCall, ...]
+    output_tree: OutputTree
+    signature: InputSignature
+    symbolic: SymbolicSignature | None
+
+    def accepts(self, signature: InputSignature) -> bool:
+        """Whether the graph is right for calls of this signature."""
+        return signature == self.signature or (self.symbolic is not None and self.symbolic.accepts(signature))
+
+
+def capture(
+    model: nn.Module,
+    args: Sequence[object],
+    kwargs: Mapping[str, object],
+    *,
+    device: torch.device,
+    dynamic: bool = False,
+    forward_class: type[nn.Module] | None = None,
+) -> Captured:
+    """Capture `model.forward(*args, **kwargs)` as it runs on `device`; nothing real is run, allocated or changed.
+
+    The hooks of `model` itself are left out, since they run around its forward; all others are captured.
+
+    Args:
+        model: its parameters may be anywhere, also on the meta device.
+        device: where the forward is to compute.
+        dynamic: make every input size above 1 symbolic, unless the model forces a value upon it.
+        forward_class: the class whose forward is meant, if the class of the model was exchanged.
+
+    Raises:
+        UnsupportedInputError, OutputTreeError, DataDependentGlueError, CaptureError: as their texts say.
+    """
+    tensors, structure = flatten_inputs(model, args, kwargs)
+    signature = ModelFlags(model).signature(tensors, structure)
+    recorder = UnitRecorder(Originals(model), device)
+    entry = _Entry(model, structure, recorder, type(model).__name__)
+    program = _export(entry, tensors, recorder, device, dynamic, forward_class)
+    graph_module, unit_calls = build_captured_graph(program, model, _PREFIX, recorder, _input_names(model, structure))
+    assert recorder.returned is not None
+    symbolic = SymbolicSignature.read(graph_module, signature) if dynamic else None
+    return Captured(graph_module, unit_calls, OutputTree(recorder.returned), signature, symbolic)
+
+
+class _Entry(nn.Module):
+    """Gives `torch.export` a forward from tensors to tensors, whatever the model takes and returns."""
+
+    def __init__(self, model: nn.Module, structure: Structure, recorder: UnitRecorder, name: str) -> None:
+        super().__init__()
+        self.model = model
+        self.training = model.training
+        self.structure = structure
+        self.name = name
+        self.recorder = recorder
+
+    def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        args, kwargs = self.structure.rebuild(tensors)
+        with assigned_buffers(self.model) as assigned, as_in_eager_mode():
+            results, self.recorder.returned = flatten_outputs(self.model.forward(*args, **kwargs), self.name)
+        self.recorder.assigned_buffers = tuple(assigned)
+        return (*results, *assigned.values())
+
+
+def _export(
+    entry: _Entry,
+    tensors: Sequence[torch.Tensor],
+    recorder: UnitRecorder,
+    device: torch.device,
+    dynamic: bool,
+    forward_class: type[nn.Module] | None,
+) -> ExportedProgram:
+    model, units, mode = entry.model, find_units(entry.model), new_fake_mode()
+    sizes = tuple({dim: Dim.AUTO for dim, size in enumerate(t.shape) if size > 1} for t in tensors) if dynamic else None
+    token = active_recorder.set(recorder)
+    try:
+        with preserved(model):
+            if forward_class is not None:
+                model.__class__ = forward_class
+            with mode:
+                replace_tensors(model, {tensor: _stand_in(tensor, device) for tensor in all_tensors(model)})
+                inputs = tuple(_stand_in(tensor, tensor.device) for tensor in tensors)
+            for unit in units:
+                recorder.make_opaque(unit)
+            return torch.export.export(entry, inputs, dynamic_shapes=None if sizes is None else (sizes,), strict=False)
+    except Exception as error:
+        raise explain(error, model, recorder.failure) from (recorder.failure[1] if recorder.failure else error)
+    finally:
+        active_recorder.reset(token)
+
+
+def _stand_in(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """A tensor of the active fake mode that is like `tensor`, on `device`."""
+    fake = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
+    if isinstance(tensor, nn.Parameter):
+        return nn.Parameter(fake, requires_grad=tensor.requires_grad)
+    return fake.requires_grad_(tensor.requires_grad)
+
+
+def _input_names(model: nn.Module, structure: Structure) -> list[str]:
+    """A Python name for each distinct input tensor: of the argument, and the way to the tensor in it."""
+    parameters = list(inspect.signature(model.forward).parameters)
+    names: dict[int, str] = {}
+    for path, leaf in zip(leaf_names(structure.tree), structure.leaves, strict=True):
+        words = re.findall(r"\w+", path)[1:]
+        if path.startswith("[0]") and int(words[0]) < len(parameters):
+            words[0] = parameters[int(words[0])]
+        if hasattr(leaf, "index"):
+            names.setdefault(leaf.index, "_".join(words))
+    return [names[index] for index in sorted(names)]

@@ -1,0 +1,204 @@
+"""Captured graphs: an exported program rewritten so that units are single modules and parameters go by their names."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch.export import ExportedProgram
+from torch.export.graph_signature import InputKind, InputSpec
+
+from megatrain_fx.errors import CaptureError
+from megatrain_fx.execution_modes import ExecutionModes
+from megatrain_fx.glue_regions import rewrite_regions
+from megatrain_fx.private_api import is_fake
+from megatrain_fx.unit_call import UnitCall
+from megatrain_fx.unit_recording import UnitRecorder
+
+_UNIT = torch.ops.megatrain_fx.unit.default
+_COPY = torch.ops.aten.copy_.default
+# Checks and bounds that export adds; the shapes they speak of are part of the input signature.
+_CHECKS = frozenset(
+    getattr(torch.ops.aten, name).default
+    for name in ("_assert_tensor_metadata", "_assert_scalar", "sym_constrain_range", "sym_constrain_range_for_size")
+)
+
+
+def build_captured_graph(
+    program: ExportedProgram, model: nn.Module, prefix: str, recorder: UnitRecorder, input_names: Sequence[str]
+) -> tuple[fx.GraphModule, tuple[UnitCall, ...]]:
+    """The graph module of `program`, an export of a module that holds `model` under `prefix`, and its unit calls.
+
+    Raises:
+        CaptureError: a unit is called in a part of the graph that cannot be opened.
+    """
+    rewrite_regions(program.graph_module, _is_unit_call)
+    builder = _Builder(program, model, prefix, recorder)
+    builder.add_inputs(input_names)
+    for node in program.graph_module.graph.nodes:
+        builder.add(node)
+    _remove_unused(builder.graph)
+    graph_module = fx.GraphModule(builder.attributes, builder.graph, class_name=f"Captured{type(model).__name__}")
+    graph_module.train(model.training)
+    graph_module.graph.lint()
+    return graph_module, tuple(builder.unit_calls)
+
+
+def _is_unit_call(node: fx.Node) -> bool:
+    return node.target is _UNIT
+
+
+class _Builder:
+    """Copies the exported graph node by node; parameters become `get_attr` nodes just before their first use."""
+
+    def __init__(self, program: ExportedProgram, model: nn.Module, prefix: str, recorder: UnitRecorder) -> None:
+        self.graph = fx.Graph()
+        self.attributes: dict[str, Any] = {}
+        self.unit_calls: list[UnitCall] = []
+        self._program, self._prefix, self._recorder = program, prefix, recorder
+        self._tensors = {
+            **dict(model.named_parameters(remove_duplicate=False)),
+            **dict(model.named_buffers(remove_duplicate=False)),
+        }
+        self._first_names = {id(tensor): name for name, tensor in reversed(self._tensors.items())}
+        self._copies: dict[fx.Node, fx.Node] = {}
+        self._lifted: dict[fx.Node, InputSpec] = {}
+        self._attribute_nodes: dict[str, fx.Node] = {}
+        self._constants = 0
+
+    def add_inputs(self, names: Sequence[str]) -> None:
+        """Placeholders for the distinct input tensors, used or not; everything else that export lifted is noted."""
+        placeholders = [node for node in self._program.graph.nodes if node.op == "placeholder"]
+        inputs: list[fx.Node] = []
+        for node, spec in zip(placeholders, self._program.graph_signature.input_specs, strict=True):
+            if spec.kind is InputKind.USER_INPUT:
+                inputs.append(node)
+            else:
+                self._lifted[node] = spec
+        for node, name in zip(inputs, names, strict=True):
+            self._copies[node] = self.graph.placeholder(name)
+            self._copies[node].meta = dict(node.meta)
+
+    def add(self, node: fx.Node) -> None:
+        """Append what stands for `node`."""
+        if node.op == "placeholder" or node.target in _CHECKS:
+            return
+        if _is_unit_call(node):
+            self._add_unit_call(node)
+        elif node.op == "output":
+            self._add_output(node)
+        else:
+            if node.op == "get_attr":
+                self._add_module(node)
+            self._copies[node] = self.graph.node_copy(node, self._copy_of)
+
+    def _copy_of(self, node: fx.Node) -> fx.Node:
+        if node not in self._copies:
+            self._copies[node] = self._add_attribute(node, self._lifted[node])
+        return self._copies[node]
+
+    def _add_attribute(self, node: fx.Node, spec: InputSpec) -> fx.Node:
+        copy = self._attribute(*self._original(node, spec))
+        copy.meta = copy.meta or dict(node.meta)
+        return copy
+
+    def _attribute(self, name: str, value: torch.Tensor) -> fx.Node:
+        """The one `get_attr` node of this name."""
+        if name not in self.attributes:
+            self.attributes[name] = value
+            self._attribute_nodes[name] = self.graph.create_node("get_attr", name)
+        return self._attribute_nodes[name]
+
+    def _original(self, node: fx.Node, spec: InputSpec) -> tuple[str, Any]:
+        target = (spec.target or "").removeprefix(self._prefix)
+        if spec.kind in (InputKind.PARAMETER, InputKind.BUFFER):
+            tensor = self._tensors[target]
+            return self._first_names[id(tensor)], tensor
+        if spec.kind is not InputKind.CONSTANT_TENSOR:
+            raise CaptureError(f"the glue uses {target!r}, an object that is no tensor ({spec.kind.name.lower()})")
+        value = self._program.constants[spec.target]
+        if is_fake(value):
+            raise CaptureError(_escaped(node))
+        name = f"_constant_{self._constants}"
+        self._constants += 1
+        return name, value.detach().to(node.meta["val"].device)
+
+    def _add_module(self, node: fx.Node) -> None:
+        module = self._program.graph_module.get_submodule(str(node.target))
+        if isinstance(module, fx.GraphModule) and _holds_unit_call(module):
+            raise CaptureError(
+                "a unit is called inside a higher-order operator (such as torch.cond), where it cannot be streamed; "
+                "move the operator into the unit."
+            )
+        self.attributes[str(node.target)] = module
+
+    def _add_unit_call(self, node: fx.Node) -> None:
+        tensors, sizes, call_id = node.args
+        call = self._recorder.calls[call_id]  # type: ignore[index]
+        assert call.outputs is not None
+        modes = node.meta.pop("modes", ExecutionModes())
+        module = UnitCall(call.unit.module, call.unit.path, call.arguments, call.outputs, modes, call.mutated_inputs)
+        name = f"unit_call_{len(self.unit_calls)}"
+        self.unit_calls.append(module)
+        self.attributes[name] = module
+        values = tuple(self._copy_of(v) if isinstance(v, fx.Node) else v for v in (*tensors, *sizes))  # type: ignore[misc]
+        copy = self.graph.create_node("call_module", name, values)
+        copy.meta = {**node.meta, "val": tuple(node.meta["val"])}
+        self._copies[node] = copy
+
+    def _add_output(self, node: fx.Node) -> None:
+        """Write the assigned buffers last, as the exported graph returns their new values after the model's outputs."""
+        returned: list[fx.Node] = list(node.args[0])  # type: ignore[arg-type]
+        names = self._recorder.assigned_buffers
+        outputs = returned[: len(returned) - len(names)]
+        results = [self._copy_of(output) for output in outputs]
+        for name, value in zip(names, returned[len(outputs) :], strict=True):
+            self._assign_buffer(name, value, results)
+        self.graph.output(tuple(results))
+
+    def _assign_buffer(self, name: str, value: fx.Node, results: list[fx.Node]) -> None:
+        """Write `value` into a buffer, unless it is that buffer, updated in place. Results that are the buffer are kept."""
+        buffer = self._attribute(self._first_names[id(self._tensors[name])], self._tensors[name])
+        source = self._copy_of(value)
+        if _updated_in_place(source) is buffer:
+            return
+        for index, result in enumerate(results):
+            if _updated_in_place(result) is buffer:
+                results[index] = self.graph.call_function(torch.ops.aten.clone.default, (result,))
+        detached = self.graph.call_function(torch.ops.aten.detach.default, (source,))
+        self.graph.call_function(_COPY, (buffer, detached))
+
+
+def _escaped(constant: fx.Node) -> str:
+    used = [user.stack_trace for user in constant.users if user.stack_trace]
+    return (
+        f"the glue uses a tensor of shape {tuple(constant.meta['val'].shape)} that was made inside a unit and reached the glue "
+        "by a forward hook or an attribute, which a captured graph does not repeat. Let the unit return it (for a Hugging "
+        f"Face model: output_hidden_states, output_attentions and output_router_logits must be False).\n{''.join(used[:1])}"
+    )
+
+
+def _updated_in_place(node: fx.Node) -> fx.Node:
+    """The node whose tensor object `node` returns, following operators that return the argument that they write."""
+    while isinstance(node.target, torch._ops.OpOverload) and isinstance(node.args[0], fx.Node):
+        first = node.target._schema.arguments[0]
+        if first.alias_info is None or not first.alias_info.is_write:
+            break
+        node = node.args[0]
+    return node
+
+
+def _holds_unit_call(graph_module: fx.GraphModule) -> bool:
+    modules = [module for module in graph_module.modules() if isinstance(module, fx.GraphModule)]
+    return any(_is_unit_call(node) for module in modules for node in module.graph.nodes)
+
+
+def _remove_unused(graph: fx.Graph) -> None:
+    """Remove sizes and attributes that only the checks used. Nothing else: an unused dropout still draws numbers."""
+    for node in reversed(list(graph.nodes)):
+        size = node.target is torch.ops.aten.sym_size.int or getattr(node.target, "__module__", "") == operator.__name__
+        if not node.users and (size or node.op == "get_attr"):
+            graph.erase_node(node)

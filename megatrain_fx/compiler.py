@@ -1,0 +1,95 @@
+"""The two entry points: ``compile`` a model to train it, ``trace`` a call to look at its schedule."""
+
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+
+from megatrain_fx.capture import capture
+from megatrain_fx.config import make_config
+from megatrain_fx.edge import STATE, streamed_class
+from megatrain_fx.errors import ConfigError, ModelDeviceError, NoParametersError
+from megatrain_fx.program import Program, build_program
+from megatrain_fx.streamed_model import StreamedModel
+
+Model = TypeVar("Model", bound=nn.Module)
+
+
+def compile(model: Model, **options: Any) -> Model:  # noqa: A001  the name that users know from torch.compile
+    """Make a model stream its parameters from host memory while it runs; returns the same object.
+
+    Its class becomes a generated subclass, so ``isinstance``, attributes, ``state_dict`` keys and methods stay. The first
+    call of each kind captures the model; parameters then are views of the host store, and ``.grad`` after a backward
+    pass too, so any optimizer works.
+
+    Args:
+        model: any module whose parameters are on the CPU.
+        **options: the fields of :class:`megatrain_fx.StreamConfig`.
+
+    Raises:
+        ConfigError: an option has a value that cannot work, or the model was compiled before.
+        NoParametersError: there is nothing to stream.
+        ModelDeviceError: some parameter is not on the CPU.
+    """
+    config = make_config(options)
+    _check_model(model)
+    _check_parameters(model, allowed=("cpu",))
+    original = type(model)
+    model.__dict__[STATE] = StreamedModel(model, original, config)
+    model.__class__ = streamed_class(original)
+    return model
+
+
+def trace(model: nn.Module, *args: Any, megatrain_options: dict[str, Any] | None = None, **kwargs: Any) -> Program:
+    """Capture one call of a model and run all passes; nothing of the model runs, nothing is allocated.
+
+    Args:
+        model: a module on the CPU or the meta device, compiled or not.
+        *args: arguments of the call.
+        megatrain_options: fields of :class:`megatrain_fx.StreamConfig`; those of a compiled model by default.
+        **kwargs: keyword arguments of the call.
+
+    Raises:
+        CaptureError: see :func:`megatrain_fx.capture.capture`.
+        ConfigError, NoParametersError, ModelDeviceError: as for :func:`compile`.
+    """
+    streamed: StreamedModel | None = model.__dict__.get(STATE)
+    config = streamed.config if streamed and megatrain_options is None else make_config(megatrain_options or {})
+    if streamed is None:
+        _check_model(model)
+        _check_parameters(model, allowed=("cpu", "meta"))
+    forward_class = streamed.forward_class if streamed else None
+    captured = capture(model, args, kwargs, device=config.device, forward_class=forward_class)
+    layout = streamed.store.layout if streamed and streamed.store else None
+    return build_program(model, captured, config, layout)
+
+
+def _check_model(model: object) -> None:
+    if not isinstance(model, nn.Module):
+        raise ConfigError(f"compile takes a torch.nn.Module, not {type(model).__name__}")
+    if STATE in model.__dict__:
+        raise ConfigError(f"this {type(model).__name__} is compiled already; compile a model once")
+    if "forward" in model.__dict__:
+        raise ConfigError(
+            f"this {type(model).__name__} has a forward set on the instance, which would hide the compiled one; "
+            f"define forward in the class (another wrapper may have replaced it: compile before wrapping)"
+        )
+    if next(model.parameters(), None) is None:
+        raise NoParametersError(f"{type(model).__name__} has no parameters, so there is nothing to stream or train")
+
+
+def _check_parameters(model: nn.Module, allowed: tuple[str, ...]) -> None:
+    for name, parameter in model.named_parameters():
+        if parameter.device.type not in allowed:
+            remedy = "move it there with model.cpu() first; the schedule brings it to the device while it is needed"
+            if parameter.device.type == "meta":
+                remedy = "give it values with model.to_empty(device='cpu') and load its weights, or inspect it with trace"
+            raise ModelDeviceError(
+                f"parameter {name} of {type(model).__name__} is on {parameter.device}, but the store is host memory: {remedy}"
+            )
+
+
+def device_of(model: nn.Module) -> torch.device:
+    """Where a compiled model computes, and where its inputs belong."""
+    streamed: StreamedModel = model.__dict__[STATE]
+    return streamed.config.device

@@ -1,0 +1,58 @@
+"""The slots and slabs of one model: allocated once, shared by all its schedules, at fixed addresses."""
+
+from collections.abc import Mapping
+
+import torch
+
+from megatrain_fx.ir import BufferKind, kind_of
+
+
+class DeviceBuffers:
+    """Owns device memory for weights and gradients, and the pinned slabs on the host.
+
+    Schedules of one model never run at the same time, so they share buffers; a schedule that needs more or larger ones
+    makes the pool grow.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._pools: dict[str, list[torch.Tensor]] = {}
+
+    def bind(self, sizes: Mapping[str, int]) -> dict[str, torch.Tensor]:
+        """A 1-D uint8 tensor for each slot and slab of a schedule: the smallest free one that is large enough."""
+        bound: dict[str, torch.Tensor] = {}
+        for pool in ("slot", "device", "host"):
+            names = [name for name in sizes if _pool_of(name) == pool]
+            free = sorted(self._pools.setdefault(pool, []), key=torch.Tensor.numel)
+            for name in sorted(names, key=lambda name: sizes[name]):
+                fitting = next((i for i, tensor in enumerate(free) if tensor.numel() >= sizes[name]), None)
+                tensor = self._allocate(pool, sizes[name]) if fitting is None else free.pop(fitting)
+                bound[name] = tensor[: sizes[name]]
+        return bound
+
+    @property
+    def slot_bytes(self) -> int:
+        """Device bytes that hold weights."""
+        return sum(tensor.numel() for tensor in self._pools.get("slot", ()))
+
+    @property
+    def slab_bytes(self) -> int:
+        """Device bytes that hold gradients on their way home."""
+        return sum(tensor.numel() for tensor in self._pools.get("device", ()))
+
+    def _allocate(self, pool: str, size: int) -> torch.Tensor:
+        on_host = pool == "host"
+        tensor = torch.zeros(
+            size,
+            dtype=torch.uint8,
+            device="cpu" if on_host else self._device,
+            pin_memory=on_host and self._device.type != "cpu",
+        )
+        self._pools[pool].append(tensor)
+        return tensor
+
+
+def _pool_of(name: str) -> str | None:
+    if kind_of(name) is BufferKind.SLOT:
+        return "slot"
+    return name.rpartition(".")[2] if kind_of(name) is BufferKind.SLAB else None

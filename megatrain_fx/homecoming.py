@@ -1,0 +1,70 @@
+"""The way of gradients home: from the views in a device slab, over the host slab, into the host store."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from megatrain_fx.ir import Op, kind_of, number_of, BufferKind
+from megatrain_fx.layout import Place
+from megatrain_fx.private_api import foreach_copy
+from megatrain_fx.schedule import Schedule
+from megatrain_fx.store import ADD, SKIP
+
+
+@dataclass(frozen=True)
+class Journey:
+    """Operations that bring one slab home, by index, and the region that it belongs to."""
+
+    backward: int
+    evacuate: int
+    accumulate: int
+    region: int
+
+
+def find_journeys(schedule: Schedule) -> list[Journey]:
+    """Every slab's way from the backward that fills it to the accumulate that empties it."""
+    filled: dict[str, int] = {}
+    carried: dict[str, tuple[int, int]] = {}
+    journeys = []
+    for index, operation in enumerate(schedule):
+        if operation.op is Op.BACKWARD:
+            filled.update((name, index) for name in operation.writes if kind_of(name) is BufferKind.SLAB)
+        elif operation.op is Op.EVACUATE:
+            carried[operation.writes[0]] = (filled[operation.reads[0]], index)
+        elif operation.op is Op.ACCUMULATE:
+            backward, evacuate = carried[operation.reads[0]]
+            journeys.append(Journey(backward, evacuate, index, number_of(operation.writes[0])))
+    return journeys
+
+
+@dataclass(frozen=True)
+class Homecoming:
+    """One slab of one backward: where each parameter's gradient lies in it, and the task that accumulates them.
+
+    Attributes:
+        task: the runtime's AccumulateTask.
+        places: place of each trainable parameter of the region, by name.
+        views: the same places in the device slab.
+    """
+
+    task: Any
+    places: Mapping[str, Place]
+    views: Mapping[str, torch.Tensor]
+
+    def send(self, gradients: Mapping[str, torch.Tensor], homes: dict[str, int]) -> None:
+        """Write gradients into the slab, and say how each is to meet what the store holds.
+
+        Args:
+            gradients: by name; a parameter without one keeps what the store holds.
+            homes: how the next gradient of each parameter comes home (COPY or ADD); after the first it is ADD.
+        """
+        present = [name for name in self.views if name in gradients]
+        foreach_copy([self.views[name] for name in present], [gradients[name] for name in present])
+        segments = []
+        for name, place in self.places.items():
+            mode = homes[name] if name in gradients else SKIP
+            segments.append((place.offset, place.numel, place.dtype, mode))
+        homes.update(dict.fromkeys(present, ADD))
+        self.task.set_segments(segments)

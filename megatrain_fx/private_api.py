@@ -1,0 +1,203 @@
+"""The few private parts of PyTorch that are used, each behind a thin wrapper. Tested with 2.11 to 2.13."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import sympy
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+    unset_fake_temporarily,
+)
+from torch._guards import active_fake_mode
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, ShapeEnv
+from torch.utils._sympy.symbol import SymT, symbol_is_type
+
+# Raised when an operation on fake tensors needs values that only real tensors have.
+DATA_DEPENDENT_ERRORS: tuple[type[Exception], ...] = (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    GuardOnDataDependentSymNode,
+)
+
+
+def new_fake_mode() -> FakeTensorMode:
+    """A mode that makes fake tensors: the only way to give a model of any device to `torch.export` unallocated."""
+    return FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
+
+
+def is_fake(value: object) -> bool:
+    """Whether `value` is a fake tensor; there is no public test."""
+    return isinstance(value, FakeTensor)
+
+
+@contextlib.contextmanager
+def without_fake_mode() -> Iterator[None]:
+    """Run real operations while a fake mode is active: a unit's one real run happens amid a fake one."""
+    with unset_fake_temporarily():
+        yield
+
+
+@contextlib.contextmanager
+def as_in_eager_mode() -> Iterator[None]:
+    """Let `torch.compiler.is_compiling` and `is_exporting` be false meanwhile.
+
+    Models branch on them: Hugging Face models build explicit masks when they are exported, which select other attention
+    kernels. Here the captured graph is run eagerly, so the path that is taken must be the eager one.
+    """
+    flags = torch.compiler._is_compiling_flag, torch.compiler._is_exporting_flag
+    torch.compiler._is_compiling_flag = torch.compiler._is_exporting_flag = False
+    try:
+        yield
+    finally:
+        torch.compiler._is_compiling_flag, torch.compiler._is_exporting_flag = flags
+
+
+@dataclasses.dataclass(frozen=True)
+class ModuleMethods:
+    """The methods of all modules that a tracer exchanges while it records which module makes which node."""
+
+    call: Callable[..., Any]
+    get_attribute: Callable[..., Any]
+
+    @classmethod
+    def current(cls) -> ModuleMethods:
+        """Those in force now."""
+        return cls(nn.Module.__call__, nn.Module.__getattr__)
+
+    @contextlib.contextmanager
+    def restored(self) -> Iterator[None]:
+        """Put these methods in force meanwhile: what runs inside a unit is none of the tracer's business.
+
+        The tracer's own call loses track of where it is when a module raises, even if a caller catches the exception.
+        """
+        traced = ModuleMethods.current()
+        self._install()
+        try:
+            yield
+        finally:
+            traced._install()
+
+    def _install(self) -> None:
+        nn.Module.__call__ = self.call  # type: ignore[method-assign]
+        nn.Module.__getattr__ = self.get_attribute  # type: ignore[method-assign]
+
+
+def named_tensors(module: nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The module's own tables of parameters and buffers, to be replaced in place.
+
+    The public `register_parameter` refuses plain tensors, which the real run of a unit needs.
+    """
+    return module._parameters, module._buffers
+
+
+def replace_call(module: nn.Module, call: Callable[..., Any]) -> None:
+    """Make `module(...)` run `call` instead of hooks and forward, as `Module.compile` does."""
+    module._compiled_call_impl = call
+
+
+def call_uncompiled(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """Run `module(...)`, hooks included, without what `replace_call` or `Module.compile` put in its place."""
+    return module._call_impl(*args, **kwargs)
+
+
+@contextlib.contextmanager
+def ignoring_data_dependent_sizes() -> Iterator[None]:
+    """Let sizes that depend on values come and go within a fake run, without their becoming outputs of the graph."""
+    mode = active_fake_mode()
+    if mode is None or mode.shape_env is None:
+        yield
+        return
+    with mode.shape_env.ignore_fresh_unbacked_symbols():
+        yield
+
+
+def is_data_dependent_size(size: int | torch.SymInt) -> bool:
+    """Whether a size depends on the values of tensors."""
+    return any(symbol_is_type(symbol, (SymT.UNBACKED_INT, SymT.UNBACKED_FLOAT)) for symbol in size_symbols(size))
+
+
+def size_symbols(size: int | torch.SymInt) -> tuple[Any, ...]:
+    """The sympy symbols of a size, in a fixed order; none if it is a plain int."""
+    return () if isinstance(size, int) else tuple(sorted(size.node.expr.free_symbols, key=str))
+
+
+def size_at(size: int | torch.SymInt, scaled: bool) -> int:
+    """The size for which a symbolic size was made, or with each of its symbols scaled by a different factor.
+
+    Asking a symbolic size in public ways would specialise it.
+    """
+    if isinstance(size, int):
+        return size
+    if not scaled:
+        return int(size.node.hint)
+    hints = size.node.shape_env.backed_var_to_val
+    scale = {symbol: hints[symbol] * (2 + int(str(symbol)[1:]) % 89) for symbol in size_symbols(size)}
+    return int(size.node.expr.xreplace(scale))
+
+
+@dataclasses.dataclass(frozen=True)
+class SizeConditions:
+    """What the sizes of the inputs of a symbolic graph must meet: sympy expressions over its symbols.
+
+    `sizes` has an expression for each dimension of each input in turn; `guards` must be true, and each symbol must be
+    within its range.
+    """
+
+    sizes: tuple[sympy.Expr, ...]
+    guards: tuple[sympy.Basic, ...]
+    ranges: tuple[tuple[sympy.Symbol, Any], ...]
+
+    def hold(self, sizes: Sequence[int]) -> bool:
+        """Whether the conditions hold for these sizes."""
+        values = {
+            expression: sympy.Integer(size)
+            for expression, size in zip(self.sizes, sizes, strict=True)
+            if expression.is_Symbol
+        }
+        if any(expression.xreplace(values) != size for expression, size in zip(self.sizes, sizes, strict=True)):
+            return False
+        if any(values[symbol] not in allowed for symbol, allowed in self.ranges if symbol in values):
+            return False
+        return all(guard.xreplace(values) == sympy.true for guard in self.guards)
+
+
+def size_conditions(inputs: Sequence[torch.Tensor]) -> SizeConditions:
+    """The conditions under which a graph that was traced from these fake inputs is right.
+
+    `torch.export` gives ranges in public, but not the guards that tracing leaves in the shape environment.
+    """
+    sizes = [size for tensor in inputs for size in tensor.shape]
+    expressions = tuple(sympy.Integer(size) if isinstance(size, int) else size.node.expr for size in sizes)
+    environments = [size.node.shape_env for size in sizes if isinstance(size, torch.SymInt)]
+    if not environments:
+        return SizeConditions(expressions, (), ())
+    environment = environments[0]
+    guards = tuple(environment.replace(guard.expr) for guard in environment.guards)
+    symbols = {symbol for expression in expressions for symbol in expression.free_symbols}
+    ranges = tuple((symbol, environment.var_to_range[symbol]) for symbol in sorted(symbols, key=str))
+    return SizeConditions(expressions, guards, ranges)
+
+
+def version_of(tensor: torch.Tensor) -> int:
+    """How many times the tensor was modified in place; documented as `Tensor._version`, though named as private."""
+    return int(tensor._version)
+
+
+def foreach_copy(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
+    """Copy tensors pairwise in as few kernels as possible; the public `copy_` takes one kernel each."""
+    if targets:
+        torch._foreach_copy_(targets, sources)
+
+
+def backward_keeps_graph() -> bool:
+    """Whether the backward pass that runs now was started with `retain_graph=True`; a node cannot ask in public."""
+    return bool(torch._C._autograd._get_current_graph_task_keep_graph())

@@ -1,0 +1,134 @@
+"""The host store: the authoritative parameters and gradients, one contiguous region each a stage."""
+
+import logging
+from collections.abc import Iterable
+
+import torch
+from torch import nn
+
+from megatrain_fx.config import Pin
+from megatrain_fx.errors import ModelDeviceError
+from megatrain_fx.host_memory import HostMemory
+from megatrain_fx.layout import Layout, Place
+from megatrain_fx.private_api import version_of
+
+logger = logging.getLogger(__name__)
+
+SKIP, COPY, ADD = 0, 1, 2
+"""How a gradient that comes home meets what is there (the modes of the runtime's AccumulateTask)."""
+
+
+class HostStore:
+    """Owns the memory of all parameters and gradients of one model.
+
+    Invariant: from construction on, every parameter's ``data`` is a view of its region, and a ``grad`` that this store
+    set is a view of the region's gradients.
+    """
+
+    def __init__(self, model: nn.Module, layout: Layout, device: torch.device, pin: Pin) -> None:
+        """Move the parameters of ``model`` into the store, region by region, freeing each as it is copied."""
+        self.layout = layout
+        self.parameters = dict(model.named_parameters())
+        self._registers = pin == "register" and device.type == "cuda"
+        self._refused: str | None = None
+        self._weights = [self._fill(index) for index in range(len(layout.regions))]
+        self._pointers = {name: parameter.data_ptr() for name, parameter in self.parameters.items()}
+        self._gradients: dict[int, HostMemory] = {}
+        self._places = layout.places
+        self._gradient_views: dict[str, torch.Tensor] = {}
+
+    @property
+    def staged(self) -> bool:
+        """Whether the driver refused to register memory, so that copies go through staging buffers."""
+        return self._refused is not None
+
+    def weights(self, region: int) -> torch.Tensor:
+        """The parameters of a region, 1-D uint8."""
+        return self._weights[region].flat()
+
+    def gradients(self, region: int) -> torch.Tensor:
+        """The gradients of a region's trainable parameters, 1-D uint8."""
+        return self._gradients[region].flat()
+
+    def reserve_gradients(self, region: int, size: int) -> bool:
+        """Allocate the gradients of a region; True if smaller ones had to be replaced (a frozen parameter was thawed)."""
+        held = self._gradients.get(region)
+        if held is not None and held.size >= size:
+            return False
+        self._gradients[region] = self._allocate(size)
+        for place in self.layout.regions[region].places:
+            shown = self.parameters[place.name].grad
+            old = self._gradient_views.pop(place.name, None)
+            if shown is not None and old is not None and shown.data_ptr() == old.data_ptr():
+                self.parameters[place.name].grad = None
+                self.parameters[place.name].grad = self.gradient_view(place.name).copy_(old)
+        return held is not None
+
+    def gradient_view(self, name: str) -> torch.Tensor:
+        """The place of one parameter's gradient, shaped like the parameter."""
+        if name not in self._gradient_views:
+            place = self._places[name]
+            self._gradient_views[name] = _view(self._gradients[place.region], place)
+        return self._gradient_views[name]
+
+    def adopt_gradient(self, name: str) -> int:
+        """Make the store hold what ``parameter.grad`` holds; returns how a new gradient must be put there."""
+        parameter = self.parameters[name]
+        if parameter.grad is None:
+            return COPY
+        view = self.gradient_view(name)
+        if parameter.grad is not view and parameter.grad.data_ptr() != view.data_ptr():
+            view.copy_(parameter.grad)
+            parameter.grad = view
+        return ADD
+
+    def publish_gradients(self, names: Iterable[str]) -> None:
+        """Let ``parameter.grad`` show the store's gradients of the named parameters."""
+        for name in names:
+            if self.parameters[name].grad is None:
+                self.parameters[name].grad = self.gradient_view(name)
+
+    def version(self) -> int:
+        """A number that grows whenever a parameter is modified in place."""
+        return sum(map(version_of, self.parameters.values()))
+
+    def reclaim(self) -> None:
+        """Take back parameters whose ``data`` was set to other memory (``p.data = ...``): their values are copied in.
+
+        Raises:
+            ModelDeviceError: the new memory is not on the CPU, or of another shape or dtype.
+        """
+        for name, parameter in self.parameters.items():
+            if parameter.data_ptr() == self._pointers[name]:
+                continue
+            place = self._places[name]
+            if parameter.device.type != "cpu" or parameter.shape != place.shape or parameter.dtype != place.dtype:
+                raise ModelDeviceError(
+                    f"parameter {name} was {place.dtype} {list(place.shape)} on the CPU when the model was compiled, and is "
+                    f"now {parameter.dtype} {list(parameter.shape)} on {parameter.device}; convert a model before compiling it"
+                )
+            view = _view(self._weights[place.region], place)
+            parameter.data = view.copy_(parameter.detach())
+
+    def _fill(self, index: int) -> HostMemory:
+        region = self.layout.regions[index]
+        memory = self._allocate(region.bytes)
+        for place in region.places:
+            parameter = self.parameters[place.name]
+            view = _view(memory, place)
+            view.copy_(parameter.detach())
+            parameter.data = view
+        return memory
+
+    def _allocate(self, size: int) -> HostMemory:
+        memory = HostMemory(size)
+        if self._registers and not self.staged:
+            self._refused = memory.register()
+            if self._refused:
+                logger.warning("%s: host memory stays unregistered, and copies go through staging buffers", self._refused)
+        return memory
+
+
+def _view(memory: HostMemory, place: Place) -> torch.Tensor:
+    flat = memory.tensor(place.offset, place.numel, place.dtype)
+    return flat.as_strided(place.shape, place.stride)

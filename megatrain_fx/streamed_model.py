@@ -1,0 +1,185 @@
+"""The state behind one compiled model: its host store, device buffers, lanes, and a program for each kind of call."""
+
+import threading
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from megatrain_fx.bound_schedule import BoundSchedule
+from megatrain_fx.capture import capture
+from megatrain_fx.config import StreamConfig
+from megatrain_fx.device_buffers import DeviceBuffers
+from megatrain_fx.errors import CaptureError, InputDeviceError, StaleWeightsError
+from megatrain_fx.execution_modes import Autocast, ExecutionModes
+from megatrain_fx.extension import runtime as native
+from megatrain_fx.program import Program, build_program
+from megatrain_fx.program_cache import ProgramCache
+from megatrain_fx.run import Run
+from megatrain_fx.signature import InputSignature, ModelFlags, flatten_inputs
+from megatrain_fx.stage_runner import StageRunner
+from megatrain_fx.store import HostStore
+
+
+class StreamedModel:
+    """Owns everything that a compiled model has beyond the original one.
+
+    Invariant: one schedule runs at a time; slots, slabs and lanes are shared by all programs.
+    """
+
+    def __init__(self, model: nn.Module, forward_class: type[nn.Module], config: StreamConfig) -> None:
+        self.config = config
+        self.forward_class = forward_class
+        self.programs = ProgramCache()
+        self.buffers = DeviceBuffers(config.device)
+        self.store: HostStore | None = None
+        self._flags = ModelFlags(model)
+        self._lanes = native.Runtime(config.device, config.chaos)
+        self._bound: dict[tuple[int, bool], BoundSchedule] = {}
+        self._latest: Run | None = None
+        self._running = threading.RLock()
+
+    def prepare(
+        self, model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> tuple[Program, list[torch.Tensor]]:
+        """The program for a call, captured if no earlier one serves, and the call's distinct tensors.
+
+        Raises:
+            InputDeviceError: a tensor is on another device than the templates.
+            CaptureError: see :func:`megatrain_fx.capture.capture`.
+        """
+        tensors, structure = flatten_inputs(model, args, kwargs)
+        signature = self._flags.signature(tensors, structure)
+        program = self.programs.find(signature)
+        if program is None:
+            self._check_devices(tensors)
+            captured = self._capture(model, args, kwargs, signature)
+            program = build_program(model, captured, self.config, self.store.layout if self.store else None)
+            self._take_over(model, program)
+            self.programs.add(signature, program)
+        return program, tensors
+
+    def start(self, program: Program, inputs: Sequence[torch.Tensor]) -> tuple[Run, list[torch.Tensor]]:
+        """Run the forward pass of one call; returns its state and the values that the model returns."""
+        assert self.store is not None
+        self.store.reclaim()
+        run = Run.of_inputs(inputs, _autocast_modes(self.config.device))
+        run.weights_version = self.store.version()
+        with self._running:
+            self._latest = None
+            self._bind(program, resume=False).forward(run)
+            self._latest = run if program.training else None
+        outputs = [run.returned[name] for name in program.facts.outputs]
+        run.returned = {}
+        return run, outputs
+
+    def finish(self, program: Program, run: Run, gradients: Sequence[torch.Tensor | None], keep: bool) -> list[torch.Tensor | None]:
+        """Run the backward pass of a call.
+
+        Args:
+            program: the program of the call.
+            run: its state.
+            gradients: of the values that the model returned; None where there is none.
+            keep: another backward pass will follow (``retain_graph=True``).
+
+        Returns:
+            The gradients of the model's inputs.
+
+        Raises:
+            StaleWeightsError: a parameter was modified since the forward pass.
+        """
+        assert self.store is not None
+        if self.store.version() != run.weights_version:
+            raise StaleWeightsError(
+                "a parameter was modified in place between the forward pass and this backward pass, which reruns the "
+                "forward and would see the new value; call backward before optimizer.step() or load_state_dict()"
+            )
+        run.begin_backward(zip(program.facts.outputs, gradients, strict=True), keep)
+        with self._running:
+            run.homes = {name: self.store.adopt_gradient(name) for name in self._trainable(program)}
+            resume = self._latest is not run
+            self._latest = None
+            bound = self._bind(program, resume)
+            bound.resume(run) if resume else bound.backward(run)
+            self.store.publish_gradients(run.trained)
+        inputs = len(program.captured.signature.tensors)
+        return [run.gradients.get(f"grad.input.{position}") for position in range(inputs)]
+
+    def _capture(
+        self, model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], signature: InputSignature
+    ) -> Any:
+        options: dict[str, Any] = {"device": self.config.device, "forward_class": self.forward_class}
+        if self.programs.knows_kind(signature):
+            try:
+                return capture(model, args, kwargs, dynamic=True, **options)
+            except CaptureError:
+                pass  # a model that cannot take symbolic sizes is captured for each shape
+        return capture(model, args, kwargs, **options)
+
+    def _take_over(self, model: nn.Module, program: Program) -> None:
+        """Move parameters to the store and buffers to the device, if this is the first program; reserve gradients."""
+        if self.store is None:
+            self.store = HostStore(model, program.layout, self.config.device, self.config.pin)
+            move_buffers(model, self.config.device)
+        for region, facts in enumerate(program.facts.regions):
+            if facts.gradient_bytes and self.store.reserve_gradients(region, facts.gradient_bytes):
+                self._bound.clear()
+
+    def _bind(self, program: Program, resume: bool) -> BoundSchedule:
+        key = (id(program), resume)
+        if key not in self._bound:
+            assert self.store is not None
+            schedule = program.resume_schedule if resume else program.schedule
+            assert schedule is not None
+            memory = self.buffers.bind(schedule.buffers)
+            self._bound[key] = BoundSchedule(schedule, program, self._runners(program), self.store, memory, self._lanes)
+        return self._bound[key]
+
+    def _runners(self, program: Program) -> list[StageRunner]:
+        assert self.store is not None
+        names = {id(parameter): name for name, parameter in self.store.parameters.items()}
+        return [
+            StageRunner(
+                stage,
+                trace,
+                {local: names[id(parameter)] for local, parameter in stage.parameters},
+                facts.differentiable_inputs,
+                self.config.device,
+                self._lanes.chaos,
+            )
+            for stage, trace, facts in zip(program.stages, program.traces, program.facts.stages, strict=True)
+        ]
+
+    def _trainable(self, program: Program) -> list[str]:
+        names = {id(parameter): name for name, parameter in self.store.parameters.items()} if self.store else {}
+        used = {id(p) for stage in program.stages for _, p in stage.parameters if p.requires_grad}
+        return [names[identity] for identity in used]
+
+    def _check_devices(self, tensors: Sequence[torch.Tensor]) -> None:
+        device = self.config.device
+        for position, tensor in enumerate(tensors):
+            scalar = tensor.device.type == "cpu" and tensor.ndim == 0
+            if tensor.device != device and not scalar:
+                raise InputDeviceError(
+                    f"input tensor {position} (shape {list(tensor.shape)}) is on {tensor.device}, but the model computes on "
+                    f"{device}; move it there with .to('{device}')"
+                )
+
+
+def move_buffers(model: nn.Module, device: torch.device) -> None:
+    """Buffers stay on the compute device, where forwards read and update them; a shared buffer stays shared."""
+    moved: dict[int, torch.Tensor] = {}
+    for module in model.modules():
+        for name, buffer in list(module.named_buffers(recurse=False, remove_duplicate=False)):
+            if id(buffer) not in moved:
+                moved[id(buffer)] = buffer.to(device)
+            setattr(module, name, moved[id(buffer)])
+
+
+def _autocast_modes(device: torch.device) -> ExecutionModes:
+    """Autocast as it is now, to be entered again where a stage is rerun on another thread."""
+    types = dict.fromkeys(("cpu", device.type))
+    cached = torch.is_autocast_cache_enabled()
+    settings = (Autocast(t, torch.get_autocast_dtype(t), torch.is_autocast_enabled(t), cached) for t in types)
+    return ExecutionModes(True, tuple(settings))

@@ -1,0 +1,134 @@
+"""The text form of schedules: one line an operation; parsing gives back an equal schedule."""
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import TypeVar
+
+from megatrain_fx.errors import ScheduleParseError
+from megatrain_fx.ir import Lane, Op, Operation, View
+
+_BUFFER_LINE = re.compile(r"^(?P<name>[\w.]+)\s+(?P<bytes>\d+) bytes$")
+_OPERATION_LINE = re.compile(
+    r"^%(?P<index>\d+)\s+= (?P<op>\w+)\s+(?P<lane>\w+)(?:\s+(?P<body>.*?))??(?:\s+after (?P<after>%\d+(?:, %\d+)*))?$"
+)
+_BODY = re.compile(
+    r"^(?:stage\.(?P<stage>\d+)\s*)?(?:T(?P<template>\d+)\s*)?(?P<reads>.*?)(?:\s*-> (?P<writes>.*?))?"
+    r"(?:\s*\((?P<view>weights\.[^)]*)\))?$"
+)
+_VIEW = re.compile(r"^(?P<region>weights\.\d+)\+(?P<offset>\d+) (?P<dtype>\w+)\[(?P<shape>[\d, ]*)\]$")
+_ALIGNED_BODY = 56
+_Token = TypeVar("_Token", Op, Lane)
+
+
+def format_operation(index: int, operation: Operation, width: int = 1) -> str:
+    """One line, for example ``%4 = forward compute stage.0 T0 slot.0, input.0 -> h0.0 after %2``."""
+    number = f"%{index}".ljust(width + 1)
+    head = f"{number} = {operation.op.value:<10}  {operation.lane.value:<7}"
+    body = _format_body(operation)
+    after = ", ".join(f"%{i}" for i in operation.after)
+    if after:
+        return f"{head}  {body:<{_ALIGNED_BODY}}  after {after}"
+    return f"{head}  {body}".rstrip()
+
+
+def _format_body(operation: Operation) -> str:
+    parts = []
+    if operation.stage is not None:
+        parts.append(f"stage.{operation.stage}")
+    if operation.template is not None:
+        parts.append(f"T{operation.template}")
+    if operation.reads:
+        parts.append(", ".join(operation.reads))
+    if operation.writes:
+        parts.append("-> " + ", ".join(operation.writes))
+    if operation.view is not None:
+        parts.append(f"({operation.view})")
+    return " ".join(parts)
+
+
+def format_schedule(operations: Sequence[Operation], buffers: Mapping[str, int], marks: Mapping[int, str]) -> str:
+    """The whole text; ``marks`` puts a remark below the lines of some operations (used by errors)."""
+    name_width = max((len(name) for name in buffers), default=0)
+    lines = [f"{name:<{name_width}}  {size} bytes" for name, size in buffers.items()]
+    if lines:
+        lines.append("")
+    width = len(str(max(len(operations) - 1, 0)))
+    for index, operation in enumerate(operations):
+        lines.append(format_operation(index, operation, width))
+        if index in marks:
+            lines.append(f"{'':>{width + 1}}   ^ {marks[index]}")
+    return "\n".join(lines)
+
+
+def parse_schedule(text: str) -> tuple[tuple[Operation, ...], dict[str, int]]:
+    """Operations and buffers of a text.
+
+    Raises:
+        ScheduleParseError: a line is neither a buffer nor an operation, names an unknown op or lane, or is misnumbered.
+    """
+    operations: list[Operation] = []
+    buffers: dict[str, int] = {}
+    for number, line in enumerate(text.splitlines(), start=1):
+        line = line.split("#", 1)[0].strip()
+        if not line:
+            continue
+        if declared := _BUFFER_LINE.match(line):
+            buffers[declared["name"]] = int(declared["bytes"])
+        else:
+            operations.append(_parse_operation(line, number, expected_index=len(operations)))
+    return tuple(operations), buffers
+
+
+def _parse_operation(line: str, number: int, expected_index: int) -> Operation:
+    match = _OPERATION_LINE.match(line)
+    if match is None:
+        raise ScheduleParseError(
+            f"line {number} is not an operation: {line!r}. Expected '%<index> = <op> <lane> ... [after %<index>, ...]'"
+        )
+    if int(match["index"]) != expected_index:
+        raise ScheduleParseError(
+            f"line {number} is numbered %{match['index']}, but is operation %{expected_index}: number the lines in order"
+        )
+    body = _BODY.match(match["body"] or "")
+    if body is None:
+        raise ScheduleParseError(f"line {number}: cannot read the operands {match['body']!r}")
+    return Operation(
+        op=_token(Op, match["op"], number),
+        lane=_token(Lane, match["lane"], number),
+        stage=_integer(body["stage"]),
+        template=_integer(body["template"]),
+        reads=_names(body["reads"]),
+        writes=_names(body["writes"]),
+        after=tuple(int(part.strip()[1:]) for part in (match["after"] or "").split(",") if part.strip()),
+        view=_parse_view(body["view"], number),
+    )
+
+
+def _token(kind: type[_Token], token: str, number: int) -> _Token:
+    try:
+        return kind(token)
+    except ValueError:
+        known = ", ".join(member.value for member in kind)
+        raise ScheduleParseError(
+            f"line {number}: unknown {kind.__name__.lower()} {token!r}. Known: {known}"
+        ) from None
+
+
+def _parse_view(text: str | None, number: int) -> View | None:
+    if text is None:
+        return None
+    match = _VIEW.match(text)
+    if match is None:
+        raise ScheduleParseError(
+            f"line {number}: cannot read the view {text!r}. Expected 'weights.<k>+<offset> <dtype>[<sizes>]'"
+        )
+    shape = tuple(int(size) for size in match["shape"].split(",") if size.strip())
+    return View(match["region"], int(match["offset"]), shape, match["dtype"])
+
+
+def _integer(text: str | None) -> int | None:
+    return None if text is None else int(text)
+
+
+def _names(text: str | None) -> tuple[str, ...]:
+    return tuple(name.strip() for name in (text or "").split(",") if name.strip())

@@ -1,0 +1,98 @@
+"""Unit calls: the modules of a captured graph that run one call of one unit."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from megatrain_fx.errors import CaptureError, OutputTreeError
+from megatrain_fx.execution_modes import ExecutionModes
+from megatrain_fx.signature import Constant, Structure, Value, constant
+from megatrain_fx.tree import flatten, leaf_names
+
+
+class UnitCall(nn.Module):
+    """Runs one call of a unit, hooks included, on flat values.
+
+    Attributes:
+        unit: the model's own module.
+        path: its name in the model.
+        arguments: how the unit's arguments are made of the values and constants.
+        outputs: the structure that the unit returns; its tensors, in order, are the results.
+        modes: the gradient mode and autocast of the region in which the model calls the unit.
+        mutated_inputs: indices of the values that the unit modifies in place.
+    """
+
+    def __init__(
+        self,
+        unit: nn.Module,
+        path: str,
+        arguments: Structure,
+        outputs: Structure,
+        modes: ExecutionModes,
+        mutated_inputs: tuple[int, ...] = (),
+    ) -> None:
+        super().__init__()
+        self.unit = unit
+        self.path = path
+        self.arguments = arguments
+        self.outputs = outputs
+        self.modes = modes
+        self.mutated_inputs = mutated_inputs
+        self.training = unit.training
+
+    def forward(self, *values: torch.Tensor | int) -> tuple[torch.Tensor, ...]:
+        """The tensors that the unit returns, given its distinct tensors and then its symbolic sizes.
+
+        Raises:
+            CaptureError: the unit returned another structure than it did when it was captured.
+        """
+        args, kwargs = self.arguments.rebuild(values)
+        with self.modes.active():
+            result = self.unit(*args, **kwargs)
+        tensors, found = flatten_outputs(result, f"unit {self.path}")
+        if found != self.outputs:
+            raise CaptureError(
+                f"unit {self.path} ({type(self.unit).__name__}) returned {_describe(found)}, but {_describe(self.outputs)} "
+                "when it was captured. What a unit returns, other than the values of tensors, may depend only on its "
+                "arguments and on the training flags: return tensors in place of changing constants."
+            )
+        return tuple(tensors)
+
+    def extra_repr(self) -> str:
+        return f"path={self.path!r}"
+
+
+def flatten_outputs(value: object, returned_by: str) -> tuple[list[torch.Tensor], Structure]:
+    """The tensors of an output tree, in order and repeated where they are, and its structure.
+
+    Raises:
+        OutputTreeError: a leaf is neither a tensor nor a constant; the message tells its position and type.
+    """
+    found, tree = flatten(value)
+    tensors: list[torch.Tensor] = []
+    leaves: list[Value | Constant] = []
+    for position, leaf in enumerate(found):
+        if isinstance(leaf, torch.Tensor):
+            leaves.append(Value(len(tensors)))
+            tensors.append(leaf)
+            continue
+        plain = constant(int(leaf) if isinstance(leaf, torch.SymInt) else leaf)
+        if plain is None:
+            _refuse(leaf, leaf_names(tree, "output")[position], returned_by)
+        else:
+            leaves.append(plain)
+    return tensors, Structure(tree, tuple(leaves))
+
+
+def _refuse(leaf: object, name: str, returned_by: str) -> None:
+    remedy = "Return tensors and plain constants, in tuples, lists, dicts or dataclasses"
+    if "Cache" in type(leaf).__name__:
+        remedy = "Training needs no cache: pass use_cache=False, or set model.config.use_cache = False"
+    kind = f"{type(leaf).__module__}.{type(leaf).__qualname__}"
+    raise OutputTreeError(f"{name} of {returned_by} is a {kind}, which is no tree of tensors. {remedy}.")
+
+
+def _describe(structure: Structure) -> str:
+    values = ["tensor" if isinstance(leaf, Value) else leaf.value for leaf in structure.leaves]
+    return repr(structure.rebuild(["tensor"] * structure.arity)) if len(values) < 20 else f"{len(values)} leaves"

@@ -1,0 +1,44 @@
+// AccumulateTask: moves one stage's gradients from a pinned slab into the host store's gradient region.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+#include <vector>
+
+#include "task.h"
+
+namespace megatrain {
+
+enum class AccumulateMode { skip, copy, add };
+
+// `count` elements of `dtype` at `byte_offset` in both the slab and the gradient.
+struct Segment {
+  std::int64_t byte_offset;
+  std::int64_t count;
+  at::ScalarType dtype;
+  AccumulateMode mode;
+};
+
+class AccumulateTask : public Task {
+ public:
+  // Both are one-dimensional contiguous uint8 tensors on the CPU; throws std::invalid_argument otherwise.
+  AccumulateTask(at::Tensor slab, at::Tensor gradient);
+
+  // What the next run moves. Not synchronised with run(): set it before the instruction is issued. Throws
+  // std::invalid_argument when a segment is misaligned or reaches outside either tensor.
+  void set_segments(std::vector<Segment> segments);
+
+  // gradient = slab or gradient += slab, with the rounding of torch's in-place operations of the same dtype.
+  void run() override;
+
+ private:
+  void check(const Segment& segment) const;
+  at::Tensor view(const at::Tensor& bytes, const Segment& segment) const;
+
+  at::Tensor slab_;
+  at::Tensor gradient_;
+  std::vector<Segment> segments_;
+};
+
+}  // namespace megatrain

@@ -1,0 +1,43 @@
+// Instruction: one operation of a lowered schedule, ready to be executed.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <pybind11/pybind11.h>
+
+#include <memory>
+#include <string>
+#include <variant>
+#include <vector>
+
+#include "dispatcher.h"
+#include "task.h"
+
+namespace megatrain {
+
+// One copy of equal shapes, asynchronous to the host where source or target is on an accelerator.
+struct Copy {
+  at::Tensor source;
+  at::Tensor target;
+};
+
+// A Python function that is given the run's context.
+struct Call {
+  pybind11::object function;
+};
+
+struct RunTask {
+  std::shared_ptr<Task> task;
+};
+
+// No work: a point in a lane's order that others can wait for.
+struct Mark {};
+
+using Operation = std::variant<Copy, Call, RunTask, Mark>;
+
+struct Instruction {
+  Step step;
+  Operation operation;
+  std::vector<at::Tensor> poison;  // Contiguous; filled with NaN after the operation, in chaos mode only.
+};
+
+}  // namespace megatrain

@@ -1,0 +1,48 @@
+// Transfer: the copy of an instruction, and the poison that marks memory as free.
+#include "transfer.h"
+
+#include <ATen/core/LegacyTypeDispatch.h>
+#include <ATen/ops/from_blob.h>
+#include <c10/util/Exception.h>
+
+#include <cstring>
+
+namespace megatrain {
+
+namespace {
+
+bool is_plain_memory_copy(const Copy& copy) {
+  return copy.source.device().is_cpu() && copy.target.device().is_cpu() &&
+         copy.source.scalar_type() == copy.target.scalar_type() && copy.source.is_contiguous() &&
+         copy.target.is_contiguous() && !copy.source.is_neg() && !copy.source.is_conj();
+}
+
+}  // namespace
+
+void transfer(const Copy& copy) {
+  TORCH_CHECK(copy.source.sizes() == copy.target.sizes(), "cannot copy a tensor of shape ",
+              copy.source.sizes(), " to one of shape ", copy.target.sizes());
+  if (copy.source.numel() == 0) return;
+  if (is_plain_memory_copy(copy)) {
+    // Not copy_: from a lane thread it would start a second pool of compute threads.
+    std::memcpy(copy.target.data_ptr(), copy.source.const_data_ptr(), copy.source.nbytes());
+    return;
+  }
+  // Slots and slabs are reused on purpose, so a copy is no event for autograd: no history, no version.
+  at::AutoDispatchBelowADInplaceOrView below_autograd;
+  copy.target.copy_(copy.source, /*non_blocking=*/true);
+}
+
+void poison(const at::Tensor& tensor) {
+  if (tensor.numel() == 0) return;
+  if (tensor.device().is_cpu()) {
+    std::memset(tensor.data_ptr(), 0xFF, tensor.nbytes());
+    return;
+  }
+  at::AutoDispatchBelowADInplaceOrView below_autograd;
+  const auto bytes = static_cast<int64_t>(tensor.nbytes());
+  at::from_blob(tensor.data_ptr(), {bytes}, tensor.options().dtype(at::kByte).requires_grad(false))
+      .fill_(0xFF);
+}
+
+}  // namespace megatrain
