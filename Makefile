@@ -12,6 +12,8 @@ BIN := $(VENV)/bin
 CLANG_FORMAT := $(BIN)/clang-format
 CPP_BUILD := setup.py pyproject.toml $(wildcard runtime_ext/*.cpp runtime_ext/*.h)
 CPP_FORMATTED := $(wildcard runtime_ext/*.cpp runtime_ext/*.h tests/cpp/*.cpp tests/cpp/*.h)
+# Threads that wait for one another give their core up: the lanes need it, and so may other processes.
+export OMP_WAIT_POLICY ?= passive
 PYTEST_ARGUMENTS ?=
 DEMO_ARGUMENTS ?=
 

@@ -20,8 +20,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-import matplotlib
 import torch
+from matplotlib.figure import Figure
 from torch import Tensor, nn
 from torch.nn import functional as F
 from tqdm import tqdm
@@ -39,7 +39,7 @@ class Config:
     context: int = 64
     dropout: float = 0.1
     batch: int = 16
-    learning_rate: float = 4e-3
+    learning_rate: float = 6e-3
     warmup: int = 40
     weight_decay: float = 0.1
     clip: float = 1.0
@@ -97,11 +97,14 @@ class Text:
 
     def __init__(self, config: Config, device: torch.device) -> None:
         root = Path(sysconfig.get_path("stdlib"))
-        files = sorted(path for path in root.rglob("*.py") if not {"site-packages", "test", "tests"} & set(path.parts))
-        train = b"".join(path.read_bytes() for index, path in enumerate(files) if index % 10)
-        validation = b"".join(path.read_bytes() for path in files[::10])
+        excluded = {"site-packages", "test", "tests"}
+        files = sorted(path for path in root.rglob("*.py") if not excluded & set(path.relative_to(root).parts))
+        chosen = {"train": [path for index, path in enumerate(files) if index % 10], "validation": files[::10]}
         self.config, self.device = config, device
-        self.splits = {"train": _bytes_tensor(train), "validation": _bytes_tensor(validation)}
+        self.splits = {
+            split: torch.frombuffer(bytearray().join(path.read_bytes() for path in paths), dtype=torch.uint8)
+            for split, paths in chosen.items()
+        }
 
     def batch(self, split: str, number: int) -> tuple[Tensor, Tensor]:
         """Return batch ``number`` of a split as (tokens, targets), int64 [batch, context]; equal for equal numbers."""
@@ -110,10 +113,6 @@ class Text:
         starts = torch.randint(len(data) - size, (self.config.batch,), generator=generator)
         rows = torch.stack([data[start : start + size + 1] for start in starts.tolist()]).long().to(self.device)
         return rows[:, :-1].contiguous(), rows[:, 1:].contiguous()
-
-
-def _bytes_tensor(text: bytes) -> Tensor:
-    return torch.frombuffer(bytearray(text), dtype=torch.uint8)
 
 
 def make_optimizer(model: nn.Module, config: Config) -> torch.optim.Optimizer:
@@ -174,16 +173,13 @@ class History:
     validation: list[tuple[int, float]] = field(default_factory=list)
 
     def plot(self, path: Path) -> None:
-        matplotlib.use("Agg")
-        from matplotlib import pyplot
-
-        figure, axes = pyplot.subplots(figsize=(7, 4), layout="constrained")
+        figure = Figure(figsize=(7, 4), layout="constrained")
+        axes = figure.subplots()
         axes.plot(range(1, len(self.train) + 1), self.train, linewidth=0.8, alpha=0.6, label="train (dropout on)")
         axes.plot(*zip(*self.validation, strict=True), marker="o", markersize=3, label="validation")
         axes.set(xlabel="step", ylabel="cross-entropy, nats per byte", title="Byte-level GPT on the standard library")
         axes.legend()
         figure.savefig(path, dpi=150)
-        pyplot.close(figure)
 
 
 @torch.no_grad()
@@ -257,6 +253,8 @@ def main() -> None:
     (args.out / "schedule.txt").write_text(str(megatrain.trace(model, *text.batch("train", 0)).schedule))
 
     first, seconds = len(history.train), 0.0
+    if first >= args.steps:
+        sys.exit(f"the checkpoint is at step {first} already: ask for more than that with --steps")
     bar = tqdm(range(first, args.steps), initial=first, total=args.steps, unit="step")
     for step in bar:
         tokens, targets = text.batch("train", step)

@@ -212,3 +212,79 @@ class Executor:
                 arrives while this thread waits is raised likewise.
         """
     def __len__(self) -> int: ...
+
+@final
+class WorkerPool:
+    """A fixed set of threads for CPU optimizer steps, the calling one included."""
+
+    def __init__(self, threads: int) -> None: ...
+    @property
+    def threads(self) -> int: ...
+
+def instruction_sets() -> list[str]:
+    """Instruction sets that have kernels on this processor, best first."""
+
+def adamw_step(
+    pool: WorkerPool,
+    param: torch.Tensor,
+    grad: torch.Tensor,
+    exp_avg: torch.Tensor,
+    exp_avg_sq: torch.Tensor,
+    remainder: torch.Tensor | None,
+    *,
+    lr: float,
+    beta1: float,
+    beta2: float,
+    eps: float,
+    weight_decay: float,
+    step: int,
+    grad_scale: float = 1.0,
+    stochastic_seed: int | None = None,
+    decoupled: bool = True,
+    instruction_set: str = "auto",
+) -> None:
+    """One AdamW step (Adam if not `decoupled`) of a flat region, in place.
+
+    All tensors are contiguous CPU tensors of shape (n,): param and grad float32 or bfloat16, moments float32,
+    remainder int16 or None. Raises TypeError for other dtypes and ValueError for other shapes.
+    """
+
+def sgd_step(
+    pool: WorkerPool,
+    param: torch.Tensor,
+    grad: torch.Tensor,
+    momentum_buffer: torch.Tensor | None,
+    remainder: torch.Tensor | None,
+    *,
+    lr: float,
+    momentum: float,
+    dampening: float,
+    weight_decay: float,
+    nesterov: bool,
+    step: int,
+    grad_scale: float = 1.0,
+    stochastic_seed: int | None = None,
+    instruction_set: str = "auto",
+) -> None:
+    """One step of gradient descent, with or without momentum, of a flat region, in place; tensors as `adamw_step`."""
+
+def lion_step(
+    pool: WorkerPool,
+    param: torch.Tensor,
+    grad: torch.Tensor,
+    exp_avg: torch.Tensor,
+    remainder: torch.Tensor | None,
+    *,
+    lr: float,
+    beta1: float,
+    beta2: float,
+    weight_decay: float,
+    step: int,
+    grad_scale: float = 1.0,
+    stochastic_seed: int | None = None,
+    instruction_set: str = "auto",
+) -> None:
+    """One Lion step of a flat region, in place; tensors as `adamw_step`."""
+
+def squared_norm(pool: WorkerPool, grad: torch.Tensor, instruction_set: str = "auto") -> float:
+    """The sum of the squares of a flat gradient, accumulated in float64 in an order that no thread count changes."""

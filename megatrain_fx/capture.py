@@ -11,13 +11,13 @@ from typing import Any
 import torch
 from torch import fx, nn
 from torch.export import Dim, ExportedProgram
+from torch.export.graph_signature import InputKind
 
 from megatrain_fx.capture_failure import explain
 from megatrain_fx.captured_graph import build_captured_graph
-from megatrain_fx.errors import CaptureError
 from megatrain_fx.model_state import all_tensors, assigned_buffers, preserved, replace_tensors
 from megatrain_fx.private_api import as_in_eager_mode, new_fake_mode
-from megatrain_fx.signature import InputSignature, ModelFlags, Structure, flatten_inputs
+from megatrain_fx.signature import InputSignature, ModelFlags, Structure, Value, flatten_inputs
 from megatrain_fx.symbolic_signature import SymbolicSignature
 from megatrain_fx.tree import leaf_names
 from megatrain_fx.unit_call import UnitCall, flatten_outputs
@@ -81,6 +81,8 @@ def capture(
 
     Args:
         model: its parameters may be anywhere, also on the meta device.
+        args: positional arguments of the forward; tensors are where the forward is to find them.
+        kwargs: keyword arguments of the forward.
         device: where the forward is to compute.
         dynamic: make every input size above 1 symbolic, unless the model forces a value upon it.
         forward_class: the class whose forward is meant, if the class of the model was exchanged.
@@ -90,9 +92,13 @@ def capture(
     """
     tensors, structure = flatten_inputs(model, args, kwargs)
     signature = ModelFlags(model).signature(tensors, structure)
+    dims = [{dim for dim, size in enumerate(tensor.shape) if dynamic and size > 1} for tensor in tensors]
     recorder = UnitRecorder(Originals(model), device)
-    entry = _Entry(model, structure, recorder, type(model).__name__)
-    program = _export(entry, tensors, recorder, device, dynamic, forward_class)
+    program = _export(_Entry(model, structure, recorder), tensors, dims, device, forward_class)
+    retried = _dims_to_retry(program, dims)
+    if recorder.specialising and retried != dims:
+        recorder = UnitRecorder(Originals(model), device, frozenset(recorder.specialising))
+        program = _export(_Entry(model, structure, recorder), tensors, retried, device, forward_class)
     graph_module, unit_calls = build_captured_graph(program, model, _PREFIX, recorder, _input_names(model, structure))
     assert recorder.returned is not None
     symbolic = SymbolicSignature.read(graph_module, signature) if dynamic else None
@@ -102,12 +108,12 @@ def capture(
 class _Entry(nn.Module):
     """Gives `torch.export` a forward from tensors to tensors, whatever the model takes and returns."""
 
-    def __init__(self, model: nn.Module, structure: Structure, recorder: UnitRecorder, name: str) -> None:
+    def __init__(self, model: nn.Module, structure: Structure, recorder: UnitRecorder) -> None:
         super().__init__()
         self.model = model
         self.training = model.training
         self.structure = structure
-        self.name = name
+        self.name = type(model).__name__
         self.recorder = recorder
 
     def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -121,13 +127,12 @@ class _Entry(nn.Module):
 def _export(
     entry: _Entry,
     tensors: Sequence[torch.Tensor],
-    recorder: UnitRecorder,
+    dims: Sequence[set[int]],
     device: torch.device,
-    dynamic: bool,
     forward_class: type[nn.Module] | None,
 ) -> ExportedProgram:
-    model, units, mode = entry.model, find_units(entry.model), new_fake_mode()
-    sizes = tuple({dim: Dim.AUTO for dim, size in enumerate(t.shape) if size > 1} for t in tensors) if dynamic else None
+    model, recorder, mode = entry.model, entry.recorder, new_fake_mode()
+    sizes = (tuple(dict.fromkeys(own, Dim.AUTO) for own in dims),) if any(dims) else None
     token = active_recorder.set(recorder)
     try:
         with preserved(model):
@@ -136,13 +141,28 @@ def _export(
             with mode:
                 replace_tensors(model, {tensor: _stand_in(tensor, device) for tensor in all_tensors(model)})
                 inputs = tuple(_stand_in(tensor, tensor.device) for tensor in tensors)
-            for unit in units:
+            for unit in find_units(model):
                 recorder.make_opaque(unit)
-            return torch.export.export(entry, inputs, dynamic_shapes=None if sizes is None else (sizes,), strict=False)
+            return torch.export.export(entry, inputs, dynamic_shapes=sizes, strict=False)
     except Exception as error:
         raise explain(error, model, recorder.failure) from (recorder.failure[1] if recorder.failure else error)
     finally:
         active_recorder.reset(token)
+
+
+def _dims_to_retry(program: ExportedProgram, dims: Sequence[set[int]]) -> list[set[int]]:
+    """The input dimensions to make symbolic in a second attempt; equal to `dims` if there is nothing to be gained.
+
+    A unit may have forced a value upon a size for no better reason than looping over it. Only batch and sequence, the
+    first two dimensions, are worth a second attempt, with those that stayed symbolic.
+    """
+    specs = zip(program.graph.find_nodes(op="placeholder"), program.graph_signature.input_specs, strict=True)
+    shapes = [node.meta["val"].shape for node, spec in specs if spec.kind is InputKind.USER_INPUT]
+    symbolic = [
+        {dim for dim in own if not isinstance(shape[dim], int)} for own, shape in zip(dims, shapes, strict=True)
+    ]
+    retried = [kept | (own & {0, 1}) for own, kept in zip(dims, symbolic, strict=True)]
+    return list(dims) if retried == symbolic else retried
 
 
 def _stand_in(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
@@ -161,6 +181,6 @@ def _input_names(model: nn.Module, structure: Structure) -> list[str]:
         words = re.findall(r"\w+", path)[1:]
         if path.startswith("[0]") and int(words[0]) < len(parameters):
             words[0] = parameters[int(words[0])]
-        if hasattr(leaf, "index"):
-            names.setdefault(leaf.index, "_".join(words))
-    return [names[index] for index in sorted(names)]
+        if isinstance(leaf, Value):
+            names.setdefault(leaf.number, "_".join(words))
+    return [names[number] for number in sorted(names)]

@@ -20,17 +20,16 @@ _LIBRARY = sysconfig.get_path("stdlib")
 
 
 def explain(error: Exception, model: nn.Module, unit_failure: tuple[Unit, Exception] | None) -> MegatrainError:
-    """The error to raise for a failed capture of `model`; `unit_failure` is what went wrong first in a unit, if anything."""
+    """The error to raise for a failed capture of `model`; `unit_failure` is what went wrong first in a unit, if so."""
     if unit_failure is not None:
         return _explain_unit(*unit_failure)
     for cause in _chain(error):
         if isinstance(cause, MegatrainError):
-            return cause
+            return type(cause)(f"{cause}{source_line(cause)}")
         if isinstance(cause, DATA_DEPENDENT_ERRORS):
             return _explain_data_dependence(cause, model)
-    return CaptureError(
-        f"the forward of {type(model).__name__} could not be captured{source_line(error)}\n{type(error).__name__}: {error}"
-    )
+    where = f"the forward of {type(model).__name__} could not be captured{source_line(error)}"
+    return CaptureError(f"{where}\n{type(error).__name__}: {error}")
 
 
 def source_line(error: BaseException) -> str:
@@ -45,7 +44,7 @@ def source_line(error: BaseException) -> str:
 
 def _explain_unit(unit: Unit, error: Exception) -> MegatrainError:
     if isinstance(error, MegatrainError):
-        return error
+        return type(error)(f"{error}{source_line(error)}")
     return CaptureError(
         f"unit {unit.path} ({type(unit.module).__name__}) failed when it was run on fake tensors{source_line(error)}\n"
         f"{type(error).__name__}: {error}"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -14,7 +14,7 @@ from torch.export.graph_signature import InputKind, InputSpec
 from megatrain_fx.errors import CaptureError
 from megatrain_fx.execution_modes import ExecutionModes
 from megatrain_fx.glue_regions import rewrite_regions
-from megatrain_fx.private_api import is_fake
+from megatrain_fx.private_api import is_fake, writes_first_argument
 from megatrain_fx.unit_call import UnitCall
 from megatrain_fx.unit_recording import UnitRecorder
 
@@ -140,7 +140,7 @@ class _Builder:
         call = self._recorder.calls[call_id]  # type: ignore[index]
         assert call.outputs is not None
         modes = node.meta.pop("modes", ExecutionModes())
-        module = UnitCall(call.unit.module, call.unit.path, call.arguments, call.outputs, modes, call.mutated_inputs)
+        module = UnitCall(call.unit.module, call.unit.path, call.arguments, call.outputs, modes)
         name = f"unit_call_{len(self.unit_calls)}"
         self.unit_calls.append(module)
         self.attributes[name] = module
@@ -160,7 +160,7 @@ class _Builder:
         self.graph.output(tuple(results))
 
     def _assign_buffer(self, name: str, value: fx.Node, results: list[fx.Node]) -> None:
-        """Write `value` into a buffer, unless it is that buffer, updated in place. Results that are the buffer are kept."""
+        """Write `value` into a buffer, unless it is that buffer, updated in place; results keep the old value."""
         buffer = self._attribute(self._first_names[id(self._tensors[name])], self._tensors[name])
         source = self._copy_of(value)
         if _updated_in_place(source) is buffer:
@@ -175,18 +175,16 @@ class _Builder:
 def _escaped(constant: fx.Node) -> str:
     used = [user.stack_trace for user in constant.users if user.stack_trace]
     return (
-        f"the glue uses a tensor of shape {tuple(constant.meta['val'].shape)} that was made inside a unit and reached the glue "
-        "by a forward hook or an attribute, which a captured graph does not repeat. Let the unit return it (for a Hugging "
-        f"Face model: output_hidden_states, output_attentions and output_router_logits must be False).\n{''.join(used[:1])}"
+        f"the glue uses a tensor of shape {tuple(constant.meta['val'].shape)} that was made inside a unit and reached "
+        "the glue by a forward hook or an attribute, which a captured graph does not repeat. Let the unit return it "
+        "(for a Hugging Face model: output_hidden_states, output_attentions and output_router_logits must be "
+        f"False).\n{''.join(used[:1])}"
     )
 
 
 def _updated_in_place(node: fx.Node) -> fx.Node:
     """The node whose tensor object `node` returns, following operators that return the argument that they write."""
-    while isinstance(node.target, torch._ops.OpOverload) and isinstance(node.args[0], fx.Node):
-        first = node.target._schema.arguments[0]
-        if first.alias_info is None or not first.alias_info.is_write:
-            break
+    while writes_first_argument(node.target) and isinstance(node.args[0], fx.Node):
         node = node.args[0]
     return node
 

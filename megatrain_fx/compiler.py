@@ -18,9 +18,9 @@ Model = TypeVar("Model", bound=nn.Module)
 def compile(model: Model, **options: Any) -> Model:  # noqa: A001  the name that users know from torch.compile
     """Make a model stream its parameters from host memory while it runs; returns the same object.
 
-    Its class becomes a generated subclass, so ``isinstance``, attributes, ``state_dict`` keys and methods stay. The first
-    call of each kind captures the model; parameters then are views of the host store, and ``.grad`` after a backward
-    pass too, so any optimizer works.
+    Its class becomes a generated subclass, so ``isinstance``, attributes, ``state_dict`` keys and methods stay. The
+    first call of each kind captures the model; parameters then are views of the host store, and ``.grad`` after a
+    backward pass too, so any optimizer works.
 
     Args:
         model: any module whose parameters are on the CPU.
@@ -34,7 +34,7 @@ def compile(model: Model, **options: Any) -> Model:  # noqa: A001  the name that
     config = make_config(options)
     _check_model(model)
     _check_parameters(model, allowed=("cpu",))
-    original = type(model)
+    original: type[nn.Module] = type(model)
     model.__dict__[STATE] = StreamedModel(model, original, config)
     model.__class__ = streamed_class(original)
     return model
@@ -69,6 +69,9 @@ def _check_model(model: object) -> None:
         raise ConfigError(f"compile takes a torch.nn.Module, not {type(model).__name__}")
     if STATE in model.__dict__:
         raise ConfigError(f"this {type(model).__name__} is compiled already; compile a model once")
+    for name, module in model.named_modules():
+        if STATE in module.__dict__:
+            raise ConfigError(f"its part {name} ({type(module).__name__}) is compiled already; compile the whole model only")
     if "forward" in model.__dict__:
         raise ConfigError(
             f"this {type(model).__name__} has a forward set on the instance, which would hide the compiled one; "
@@ -83,9 +86,12 @@ def _check_parameters(model: nn.Module, allowed: tuple[str, ...]) -> None:
         if parameter.device.type not in allowed:
             remedy = "move it there with model.cpu() first; the schedule brings it to the device while it is needed"
             if parameter.device.type == "meta":
-                remedy = "give it values with model.to_empty(device='cpu') and load its weights, or inspect it with trace"
+                remedy = (
+                    "give it values with model.to_empty(device='cpu') and load its weights, or inspect it with trace"
+                )
             raise ModelDeviceError(
-                f"parameter {name} of {type(model).__name__} is on {parameter.device}, but the store is host memory: {remedy}"
+                f"parameter {name} of {type(model).__name__} is on {parameter.device}, but the store is in host memory: "
+                f"{remedy}"
             )
 
 

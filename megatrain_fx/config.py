@@ -88,7 +88,7 @@ def make_config(options: dict[str, Any]) -> StreamConfig:
 def _device(value: object) -> torch.device:
     """A device with an index, so that it compares equal to the devices of tensors."""
     try:
-        device = torch.device(value)  # type: ignore[arg-type]
+        device = torch.device(value)  # type: ignore[call-overload]
     except (RuntimeError, TypeError, ValueError) as error:
         raise ConfigError(f"device={value!r} is not a device: {error}") from error
     if device.type == "meta":
@@ -110,7 +110,9 @@ def _passes(value: object) -> tuple[Callable[..., Any], ...]:
         raise ConfigError(f"passes={value!r} must be a list of functions from GraphModule to GraphModule")
     for each in value:
         if not callable(getattr(each, "run", each)):
-            raise ConfigError(f"passes holds {each!r}, which cannot be called; a pass maps a GraphModule to a GraphModule")
+            raise ConfigError(
+                f"passes holds {each!r}, which cannot be called; a pass maps a GraphModule to a GraphModule"
+            )
     return tuple(value)
 
 

@@ -56,13 +56,20 @@ def _streamed(module: fx.GraphModule) -> None:
 
 
 def _evacuated(module: fx.GraphModule) -> None:
-    carried = [operation_of(node).reads[0] for node in nodes_of(module, Op.EVACUATE)]
-    for node in nodes_of(module, Op.BACKWARD):
-        for name in operation_of(node).writes:
-            if kind_of(name) is BufferKind.GRADIENTS:
-                raise PassError(f"the backward of stage.{operation_of(node).stage} writes {name} from the device")
-            if kind_of(name) is BufferKind.SLAB and name not in carried:
-                raise PassError(f"{name} is never evacuated")
+    waiting: dict[str, int | None] = {}
+    for node in nodes_of(module):
+        operation = operation_of(node)
+        if operation.op is Op.EVACUATE:
+            waiting.pop(operation.reads[0], None)
+        for name in (*operation.writes, *operation.freed):
+            if name in waiting:
+                raise PassError(f"{name}, which the backward of stage.{waiting[name]} writes, is never evacuated")
+        if operation.op is Op.BACKWARD:
+            waiting.update((name, operation.stage) for name in operation.writes if kind_of(name) is BufferKind.SLAB)
+            if direct := [name for name in operation.writes if kind_of(name) is BufferKind.GRADIENTS]:
+                raise PassError(f"the backward of stage.{operation.stage} writes {direct[0]} from the device")
+    for name, stage in waiting.items():
+        raise PassError(f"{name}, which the backward of stage.{stage} writes, is never evacuated")
 
 
 def _released(module: fx.GraphModule) -> None:

@@ -7,9 +7,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from megatrain_fx.private_api import backward_keeps_graph
+from megatrain_fx.private_api import backward_keeps_graph, backward_reaches
 from megatrain_fx.program import Program
-from megatrain_fx.run import Run
 from megatrain_fx.streamed_model import StreamedModel
 
 STATE = "_megatrain"
@@ -32,20 +31,40 @@ class StreamedStep(torch.autograd.Function):
         ctx.save_for_backward(token)
         ctx.set_materialize_grads(False)
         wanted = program.facts.differentiable_outputs
-        fixed = [o for n, o in zip(program.facts.outputs, outputs, strict=True) if n not in wanted and torch.is_tensor(o)]
+        fixed = [
+            o for n, o in zip(program.facts.outputs, outputs, strict=True) if n not in wanted and torch.is_tensor(o)
+        ]
         ctx.mark_non_differentiable(*fixed)
         return tuple(outputs)
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[Any, ...]:
-        """Run the backward pass; like any node, it can run again only after ``retain_graph=True``."""
+        """Run the backward pass; like any node, it can run again only after ``retain_graph=True``.
+
+        The token's own node tells whether gradients of parameters are wanted: not in ``torch.autograd.grad(loss, inputs)``.
+
+        Raises:
+            RuntimeError: the graph was freed (PyTorch's own error), or gradients of gradients were asked for.
+        """
         ctx.saved_tensors  # noqa: B018  raises PyTorch's own error when the graph was freed
-        found = ctx.streamed.finish(ctx.program, ctx.run, gradients, keep=backward_keeps_graph())
+        if torch.is_grad_enabled():
+            raise RuntimeError(
+                "the backward pass of a compiled model cannot be differentiated again: call backward() or "
+                "torch.autograd.grad() without create_graph=True, or compute such terms (gradient penalties) inside a unit"
+            )
+        trains = backward_reaches(ctx.next_functions[0][0])
+        found = ctx.streamed.finish(ctx.program, ctx.run, gradients, keep=backward_keeps_graph(), trains=trains)
         return (None, None, None, *found)
 
 
 def call(model: nn.Module, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """What a compiled model's forward does."""
+    """What a compiled model's forward does.
+
+    Inference mode is left: what is made in it (buffers of the store, of the device) could not be trained afterwards.
+    """
+    if torch.is_inference_mode_enabled():
+        with torch.inference_mode(False), torch.no_grad():
+            return call(model, args, kwargs)
     streamed: StreamedModel = model.__dict__[STATE]
     program, inputs = streamed.prepare(model, args, kwargs)
     if program.training:
@@ -64,10 +83,14 @@ def streamed_class(original: type[nn.Module]) -> type[nn.Module]:
 
     @functools.wraps(original.forward)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if STATE not in self.__dict__:  # made by type(model)(...), not by compile
+            return original.forward(self, *args, **kwargs)
         return call(self, args, kwargs)
 
     def reduce(self: nn.Module, protocol: int) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
-        state = {name: value for name, value in self.__dict__.items() if name != STATE}
+        state = self.__getstate__()
+        if isinstance(state, dict):
+            state = {name: value for name, value in state.items() if name != STATE}
         return _new_instance, (original,), state
 
     namespace = {

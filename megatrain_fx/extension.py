@@ -6,6 +6,8 @@ import torch
 
 from megatrain_fx.errors import RuntimeExtensionError
 
+__all__ = ["check_build", "runtime"]
+
 REBUILD = "Rebuild it from the source tree with: pip install --no-build-isolation -e ."
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 from torch import fx, nn
@@ -38,14 +39,15 @@ def _regions(graph_module: fx.GraphModule) -> list[fx.Node]:
 
 def _parts(graph_module: fx.GraphModule, node: fx.Node) -> tuple[ExecutionModes, fx.Node, tuple[fx.Node, ...]]:
     """The modes, the `get_attr` node of the module, and the operands of a higher-order region node."""
+    arguments: tuple[Any, ...] = node.args
     if node.target is _SET_GRAD:
-        enabled, module, *operands = node.args
-        modes = ExecutionModes(grad_enabled=bool(enabled))
+        enabled, module, *operands = arguments
+        modes = ExecutionModes(grad_enabled=enabled)
     else:
         # Tracing switches the cache of autocast off, so what the model asked for is not known: None is the default.
-        device_type, dtype, enabled, _, module, *operands = node.args
-        modes = ExecutionModes(autocast=(Autocast(device_type, dtype, bool(enabled), None),))  # type: ignore[arg-type]
-    return modes, module, tuple(operands)  # type: ignore[return-value]
+        device_type, dtype, enabled, _, module, *operands = arguments
+        modes = ExecutionModes(autocast=(Autocast(device_type, dtype, enabled, None),))
+    return modes, module, tuple(operands)
 
 
 def _body(graph_module: fx.GraphModule, node: fx.Node) -> fx.GraphModule:
@@ -144,9 +146,9 @@ def _call_run_region(graph_module: fx.GraphModule) -> None:
         _call_run_region(_body(graph_module, node))
         modes, module, operands = _parts(graph_module, node)
         node.target, node.args = run_region, _arguments(modes, module, list(operands))
-    for module in graph_module.children():
-        if isinstance(module, fx.GraphModule):
-            _call_run_region(module)
+    for child in graph_module.children():
+        if isinstance(child, fx.GraphModule):
+            _call_run_region(child)
     graph_module.recompile()
 
 

@@ -1,8 +1,8 @@
 """Schedules as torch.fx graphs: one node an operation, so that passes are ordinary fx transformations.
 
-A node calls the function named after its op. Its ``args`` are the nodes whose results it uses (data edges, kept up to date
-by :func:`relink`); its ``kwargs`` hold the fields of :class:`~megatrain_fx.ir.Operation`, with the event dependencies
-``after`` as nodes.
+A node calls the function named after its op. Its ``args`` are the nodes whose results it uses (data edges, kept up to
+date by :func:`relink`); its ``kwargs`` hold the fields of :class:`~megatrain_fx.ir.Operation`, with the event
+dependencies ``after`` as nodes.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -101,9 +101,9 @@ def op_of(node: fx.Node) -> Op:
 
 
 def append(graph: fx.Graph, operation: Operation, after: Sequence[fx.Node] = ()) -> fx.Node:
-    """Add an operation at the graph's insertion point; ``operation.after`` is ignored in favour of the nodes ``after``."""
+    """Add an operation at the graph's insertion point; the nodes ``after`` stand for ``operation.after``."""
     view = operation.view
-    fields = {
+    fields: dict[str, Any] = {
         "lane": operation.lane.value,
         "stage": operation.stage,
         "template": operation.template,
@@ -146,16 +146,22 @@ def rename_buffers(node: fx.Node, names: dict[str, str]) -> None:
 
 
 def nodes_of(module: fx.GraphModule, *ops: Op) -> list[fx.Node]:
-    """Operation nodes in order, only those of the given ops if any are given."""
-    nodes = [node for node in module.graph.nodes if node.op == "call_function"]
-    return [node for node in nodes if op_of(node) in ops] if ops else nodes
+    """Operation nodes in order, only those of the given ops if any are given.
+
+    Raises:
+        PassError: a node is not an operation of a schedule.
+    """
+    found = [(node, op_of(node)) for node in module.graph.nodes if node.op != "output"]
+    return [node for node, op in found if not ops or op in ops]
 
 
 def facts_of(module: fx.GraphModule) -> ScheduleFacts:
     """What passes may know of the model: stages, regions, sizes, and the options that shape the schedule."""
     facts = module.meta.get(FACTS)
     if not isinstance(facts, ScheduleFacts):
-        raise PassError("the graph carries no facts about its model: a pass must return the module it was given, or a copy")
+        raise PassError(
+            "the graph carries no facts about its model: a pass must return the module it was given, or a copy"
+        )
     return facts
 
 
@@ -180,7 +186,6 @@ def relink(module: fx.GraphModule) -> None:
         node.args = tuple(dict.fromkeys(writer[name] for name in fields["reads"] if name in writer))
         writer.update(dict.fromkeys(fields["writes"], node))
     module.graph.lint()
-    module.recompile()
 
 
 def schedule_of(module: fx.GraphModule) -> Schedule:
@@ -210,7 +215,7 @@ def _sizes(module: fx.GraphModule, operations: Sequence[Operation]) -> tuple[tup
         elif operation.op is Op.ACCUMULATE:
             sizes[target] = arriving[source] = regions[number_of(target)].gradient_bytes
         elif operation.op is Op.EVACUATE:
-            arriving[source] = arriving[target]
+            arriving[source] = arriving.setdefault(target, 0)
         else:
             continue
         for name in (source, target):

@@ -1,7 +1,7 @@
 """The happens-before relation of a schedule: lane order and event dependencies, as one vector clock an operation.
 
-Vector clocks: Fidge (1988), Mattern (1989). ``clock[lane]`` is the index of the last operation of that lane that is known
-to be complete when the operation starts; lanes run in order, so one number a lane says it all.
+Vector clocks: Fidge (1988), Mattern (1989). ``clock[lane]`` is the index of the last operation of that lane that is
+known to be complete when the operation starts; lanes run in order, so one number a lane says it all.
 """
 
 from collections.abc import Sequence

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from megatrain_fx.ir import Op, kind_of, number_of, BufferKind
+from megatrain_fx.ir import BufferKind, Op, kind_of, number_of
 from megatrain_fx.layout import Place
 from megatrain_fx.private_api import foreach_copy
 from megatrain_fx.schedule import Schedule

@@ -43,7 +43,7 @@ class HostMemory:
         return torch.frombuffer(self._mapping, dtype=dtype, count=count, offset=offset)
 
     def register(self) -> str | None:
-        """Lock the pages and let the driver copy them directly; the reason if it refuses, with nothing left registered."""
+        """Lock the pages and let the driver copy them directly; the reason if it refuses, nothing being registered then."""
         if self.size == 0:
             return None
         runtime = torch.cuda.cudart()

@@ -1,7 +1,8 @@
 """Where every parameter lives: regions of the host store, and offsets in them.
 
-A region holds the parameters that the same stages use. So a parameter used by one stage lies in that stage's region, and
-one shared by several (a tied embedding) lies in a region of its own, that each of them fetches: it is never stored twice.
+A region holds the parameters that the same stages use. So a parameter used by one stage lies in that stage's region,
+and one shared by several (a tied embedding) lies in a region of its own, that each of them fetches: it is never
+stored twice.
 """
 
 from collections import defaultdict

@@ -61,7 +61,9 @@ def describe(
     places = layout.places
     template_of = {stage: template.index for template in templates for stage in template.stages}
     stages = tuple(
-        _describe_stage(stage, template_of[stage.index], differentiable if training else frozenset(), places, parameter_names)
+        _describe_stage(
+            stage, template_of[stage.index], differentiable if training else frozenset(), places, parameter_names
+        )
         for stage in staged.stages
     )
     trainable = {parameter_names[id(p)] for stage in staged.stages for _, p in stage.parameters if p.requires_grad}

@@ -51,7 +51,7 @@ def assigned_buffers(model: nn.Module) -> Iterator[dict[str, torch.Tensor]]:
 
 
 def replace_tensors(model: nn.Module, substitutes: dict[torch.Tensor, torch.Tensor]) -> None:
-    """Put substitutes in the place of parameters and buffers, wherever they are used, without a trace in the originals."""
+    """Put substitutes in the place of parameters and buffers, in every module that holds them."""
     for module in model.modules():
         for table in named_tensors(module):
             for name, tensor in table.items():

@@ -56,47 +56,52 @@ def run_passes(module: fx.GraphModule, passes: Sequence[SchedulePass]) -> PassRe
     """
     holds: set[Property] = set()
     history: list[tuple[str, Schedule]] = []
-    facts = facts_of(module)
     for schedule_pass in passes:
         before = [name for name, _ in history]
         _check_requirements(schedule_pass, holds, before)
-        module = _apply(schedule_pass, module, before)
-        if facts_of(module) != facts:
-            raise PassError(f"pass {schedule_pass.name} changed the facts of the model; passes may change only operations")
+        module, schedule = _apply(schedule_pass, module, before)
         holds = (holds - schedule_pass.replaces) | schedule_pass.ensures
         _check_properties(schedule_pass, module, holds, before)
-        history.append((schedule_pass.name, schedule_of(module)))
+        history.append((schedule_pass.name, schedule))
     return PassResult(module, tuple(history))
 
 
 def _check_requirements(schedule_pass: SchedulePass, holds: set[Property], before: list[str]) -> None:
-    missing = sorted(property.value for property in schedule_pass.requires - holds)
+    missing = sorted(each.value for each in schedule_pass.requires - holds)
     if missing:
         raise PassError(
             f"pass {schedule_pass.name} requires a graph in which {missing[0]}; passes run before it: {_listed(before)}"
         )
 
 
-def _apply(schedule_pass: SchedulePass, module: fx.GraphModule, before: list[str]) -> fx.GraphModule:
+def _apply(
+    schedule_pass: SchedulePass, module: fx.GraphModule, before: list[str]
+) -> tuple[fx.GraphModule, Schedule]:
     try:
+        facts = facts_of(module)
         result = schedule_pass.run(module)
         if not isinstance(result, fx.GraphModule):
             raise PassError(f"it returned {type(result).__name__}, not a torch.fx.GraphModule")
+        if facts_of(result) != facts:
+            raise PassError("it changed the facts of the model, but passes may change only operations")
         relink(result)
-        return result
+        return result, schedule_of(result)
     except Exception as error:
-        raise PassError(f"pass {schedule_pass.name} failed: {error}; passes run before it: {_listed(before)}") from error
+        kind = "" if isinstance(error, MegatrainError) else f"{type(error).__name__}: "
+        raise PassError(
+            f"pass {schedule_pass.name} failed: {kind}{error}; passes run before it: {_listed(before)}"
+        ) from error
 
 
 def _check_properties(
     schedule_pass: SchedulePass, module: fx.GraphModule, holds: set[Property], before: list[str]
 ) -> None:
-    for property in sorted(holds, key=lambda member: member.name):
+    for each in sorted(holds, key=lambda member: member.name):
         try:
-            CHECKS[property](module)
+            CHECKS[each](module)
         except MegatrainError as error:
             raise PassError(
-                f"after pass {schedule_pass.name} it does not hold that {property.value}: {error}\n"
+                f"after pass {schedule_pass.name} it does not hold that {each.value}: {error}\n"
                 f"passes run before it: {_listed(before)}"
             ) from error
 

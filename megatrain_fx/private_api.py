@@ -1,15 +1,17 @@
 """The few private parts of PyTorch that are used, each behind a thin wrapper. Tested with 2.11 to 2.13."""
+# ruff: noqa: SLF001
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Literal
 
-import sympy
+import sympy  # type: ignore[import-untyped]
 import torch
 from torch import nn
+from torch._guards import active_fake_mode
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -17,9 +19,14 @@ from torch._subclasses.fake_tensor import (
     FakeTensorMode,
     unset_fake_temporarily,
 )
-from torch._guards import active_fake_mode
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, ShapeEnv
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._sympy.symbol import SymT, symbol_is_type
+
+
+class DispatchMode(TorchDispatchMode):
+    """Sees every ATen operation of a region; PyTorch documents the class, though its module is named as private."""
+
 
 # Raised when an operation on fake tensors needs values that only real tensors have.
 DATA_DEPENDENT_ERRORS: tuple[type[Exception], ...] = (
@@ -32,6 +39,17 @@ DATA_DEPENDENT_ERRORS: tuple[type[Exception], ...] = (
 def new_fake_mode() -> FakeTensorMode:
     """A mode that makes fake tensors: the only way to give a model of any device to `torch.export` unallocated."""
     return FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
+
+
+def writes_first_argument(target: object) -> bool:
+    """Whether a graph node's target is an ATen operator that writes its first argument and returns it.
+
+    Only the schema of an operator tells, and schemas are not public.
+    """
+    if not isinstance(target, torch._ops.OpOverload) or not target._schema.arguments:
+        return False
+    alias = target._schema.arguments[0].alias_info
+    return alias is not None and alias.is_write
 
 
 def is_fake(value: object) -> bool:
@@ -125,23 +143,24 @@ def is_data_dependent_size(size: int | torch.SymInt) -> bool:
     return any(symbol_is_type(symbol, (SymT.UNBACKED_INT, SymT.UNBACKED_FLOAT)) for symbol in size_symbols(size))
 
 
-def size_symbols(size: int | torch.SymInt) -> tuple[Any, ...]:
+def size_symbols(size: Any) -> tuple[Any, ...]:
     """The sympy symbols of a size, in a fixed order; none if it is a plain int."""
-    return () if isinstance(size, int) else tuple(sorted(size.node.expr.free_symbols, key=str))
+    return tuple(sorted(size.node.expr.free_symbols, key=str)) if isinstance(size, torch.SymInt) else ()
 
 
-def size_at(size: int | torch.SymInt, scaled: bool) -> int:
-    """The size for which a symbolic size was made, or with each of its symbols scaled by a different factor.
+def size_at(size: Any, scaled: Mapping[Any, int] | Literal[False] | None = None) -> int:
+    """The size for which a symbolic size was made, or with its symbols multiplied by the factors in `scaled`.
 
     Asking a symbolic size in public ways would specialise it.
     """
-    if isinstance(size, int):
-        return size
+    if not isinstance(size, torch.SymInt):
+        return int(size)
     if not scaled:
         return int(size.node.hint)
-    hints = size.node.shape_env.backed_var_to_val
-    scale = {symbol: hints[symbol] * (2 + int(str(symbol)[1:]) % 89) for symbol in size_symbols(size)}
-    return int(size.node.expr.xreplace(scale))
+    # The table was renamed in 2.13.
+    table = "backed_var_to_val" if hasattr(size.node.shape_env, "backed_var_to_val") else "var_to_val"
+    hints = getattr(size.node.shape_env, table)
+    return int(size.node.expr.xreplace({symbol: hints[symbol] * scaled[symbol] for symbol in size_symbols(size)}))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -175,16 +194,17 @@ def size_conditions(inputs: Sequence[torch.Tensor]) -> SizeConditions:
 
     `torch.export` gives ranges in public, but not the guards that tracing leaves in the shape environment.
     """
-    sizes = [size for tensor in inputs for size in tensor.shape]
-    expressions = tuple(sympy.Integer(size) if isinstance(size, int) else size.node.expr for size in sizes)
+    sizes: list[Any] = [size for tensor in inputs for size in tensor.shape]
+    expressions = tuple(size.node.expr if isinstance(size, torch.SymInt) else sympy.Integer(size) for size in sizes)
     environments = [size.node.shape_env for size in sizes if isinstance(size, torch.SymInt)]
     if not environments:
         return SizeConditions(expressions, (), ())
     environment = environments[0]
-    guards = tuple(environment.replace(guard.expr) for guard in environment.guards)
+    guards = dict.fromkeys(environment.replace(guard.expr) for guard in environment.guards)
+    guards.pop(sympy.true, None)
     symbols = {symbol for expression in expressions for symbol in expression.free_symbols}
     ranges = tuple((symbol, environment.var_to_range[symbol]) for symbol in sorted(symbols, key=str))
-    return SizeConditions(expressions, guards, ranges)
+    return SizeConditions(expressions, tuple(guards), ranges)
 
 
 def version_of(tensor: torch.Tensor) -> int:
@@ -196,6 +216,11 @@ def foreach_copy(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> No
     """Copy tensors pairwise in as few kernels as possible; the public `copy_` takes one kernel each."""
     if targets:
         torch._foreach_copy_(targets, sources)
+
+
+def backward_reaches(node: Any) -> bool:
+    """Whether the backward pass that runs now will run this node too: not if only gradients of others were asked for."""
+    return bool(torch._C._will_engine_execute_node(node))
 
 
 def backward_keeps_graph() -> bool:

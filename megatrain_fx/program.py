@@ -14,7 +14,7 @@ from megatrain_fx.model_facts import describe, names_by_identity, trace_stages
 from megatrain_fx.pass_manager import PassResult, run_passes
 from megatrain_fx.passes import pipeline
 from megatrain_fx.schedule import Schedule
-from megatrain_fx.stage_trace import StageTrace
+from megatrain_fx.stage_trace import StageTrace, trace_joint_graph
 from megatrain_fx.stages import Stage, partition
 from megatrain_fx.templates import Template, deduplicate
 
@@ -79,13 +79,17 @@ def build_program(model: nn.Module, captured: Captured, config: StreamConfig, la
     training = captured.signature.modes.grad
     wanted = [training and _differentiable(tensor.dtype, tensor.requires_grad) for tensor in captured.signature.tensors]
     traces, differentiable = trace_stages(staged, wanted, config.device)
-    templates = deduplicate(traces)
+    templates = deduplicate(traces, lambda index: _joint_graph(staged.stages[index], differentiable, config.device))
     layout = layout or plan_layout(model, [[parameter for _, parameter in stage.parameters] for stage in staged.stages])
     names = names_by_identity(model)
     facts = describe(staged, differentiable, templates, layout, names, config, training)
     lowered = run_passes(new_module(facts), pipeline(config.passes))
     resumed = run_passes(new_module(replace(facts, resume=True)), pipeline()) if facts.training else None
     return Program(captured, staged.stages, traces, templates, layout, facts, lowered, resumed)
+
+
+def _joint_graph(stage: Stage, differentiable: frozenset[str], device: torch.device) -> fx.GraphModule:
+    return trace_joint_graph(stage, [name in differentiable for name in stage.inputs], device)
 
 
 def _differentiable(dtype: torch.dtype, requires_grad: bool) -> bool:

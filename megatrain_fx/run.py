@@ -1,6 +1,7 @@
 """The state of one call of a model: its activations, checkpoints, tapes and gradients between forward and backward."""
 
 import math
+import random
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,8 +14,9 @@ from megatrain_fx.ir import BufferKind, gradient_name, kind_of, number_of
 
 @dataclass(frozen=True)
 class RandomState:
-    """States of the random number generators of the CPU and of the compute device."""
+    """States of the random number generators of Python, of the CPU and of the compute device."""
 
+    python: tuple[Any, ...]
     cpu: torch.Tensor
     accelerator: torch.Tensor | None
 
@@ -22,11 +24,12 @@ class RandomState:
     def read(cls, device: torch.device) -> "RandomState":
         """The states now."""
         if device.type == "cpu":
-            return cls(torch.get_rng_state(), None)
-        return cls(torch.get_rng_state(), torch.get_device_module(device).get_rng_state(device))
+            return cls(random.getstate(), torch.get_rng_state(), None)
+        return cls(random.getstate(), torch.get_rng_state(), torch.get_device_module(device).get_rng_state(device))
 
     def restore(self, device: torch.device) -> None:
         """Go back to these states."""
+        random.setstate(self.python)
         torch.set_rng_state(self.cpu)
         if self.accelerator is not None:
             torch.get_device_module(device).set_rng_state(self.accelerator, device)
@@ -34,9 +37,13 @@ class RandomState:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """What a stage needs to be rerun: its inputs, the random state, and the buffers that its forward updates."""
+    """What a stage needs to be rerun: its inputs, the random state, and the buffers that its forward updates.
+
+    ``versions`` are those of the inputs when they were kept.
+    """
 
     inputs: tuple[Any, ...]
+    versions: tuple[int, ...]
     random: RandomState
     buffers: dict[str, torch.Tensor]
 
@@ -49,11 +56,13 @@ class Tape:
         outputs: by name.
         inputs: the leaves that stand for the stage's inputs, by name (only those that need gradients).
         parameters: the leaves that stand for the parameters, by name in the model (only trainable ones).
+        modified: what became of the inputs that the stage modifies in place, by name.
     """
 
     outputs: dict[str, torch.Tensor]
-    inputs: dict[str, torch.Tensor]
-    parameters: dict[str, torch.Tensor]
+    inputs: dict[str, torch.Tensor] = field(default_factory=dict)
+    parameters: dict[str, torch.Tensor] = field(default_factory=dict)
+    modified: dict[str, torch.Tensor] = field(default_factory=dict)
 
 
 @dataclass
@@ -69,6 +78,7 @@ class Run:
         gradients: of values, by name; None where autograd found none.
         returned: the values that the model returns, by name.
         keep_checkpoints: another backward pass will follow.
+        trains: the backward pass is to deliver gradients of parameters.
         homes: how the next gradient of each parameter comes home, by name (see :mod:`megatrain_fx.store`).
         trained: names of the parameters that received a gradient.
     """
@@ -81,6 +91,7 @@ class Run:
     gradients: dict[str, torch.Tensor | None] = field(default_factory=dict)
     returned: dict[str, Any] = field(default_factory=dict)
     keep_checkpoints: bool = False
+    trains: bool = True
     homes: dict[str, int] = field(default_factory=dict)
     trained: dict[str, None] = field(default_factory=dict)
 
@@ -93,15 +104,17 @@ class Run:
         """Keep the values that the model returns for the caller."""
         self.returned = {name: self.values[name] for name in names}
 
-    def begin_backward(self, gradients: Iterable[tuple[str, torch.Tensor | None]], keep: bool) -> None:
+    def begin_backward(self, gradients: Iterable[tuple[str, torch.Tensor | None]], keep: bool, trains: bool) -> None:
         """Take the gradients of the values that the model returned; a value returned twice gets their sum."""
         self.keep_checkpoints = keep
+        self.trains = trains
         self.gradients = {}
         self.trained = {}
         for value, gradient in gradients:
             earlier = self.gradients.get(gradient_name(value))
-            both = earlier is not None and gradient is not None
-            self.gradients[gradient_name(value)] = earlier + gradient if both else (gradient if earlier is None else earlier)
+            if earlier is not None and gradient is not None:
+                gradient = earlier + gradient
+            self.gradients[gradient_name(value)] = earlier if gradient is None else gradient
 
     def release(self, names: Sequence[str], chaos: bool) -> None:
         """Drop activations, gradients, tapes and checkpoints; in chaos mode released checkpoints are spoilt."""

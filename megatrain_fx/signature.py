@@ -22,9 +22,9 @@ _BY_IDENTITY = (type, types.FunctionType, types.BuiltinFunctionType, types.Metho
 
 
 class Value(NamedTuple):
-    """A leaf that the graph receives: the tensor, or after all tensors the symbolic size, number `index`."""
+    """A leaf that the graph receives: the tensor, or after all tensors the symbolic size, of this number."""
 
-    index: int
+    number: int
 
 
 class Constant(NamedTuple):
@@ -49,13 +49,13 @@ class Structure:
 
     def rebuild(self, values: Sequence[object]) -> Any:
         """The tree with `values` in it: each distinct tensor, then each symbolic size."""
-        filled = [values[leaf.index] if isinstance(leaf, Value) else leaf.value for leaf in self.leaves]
+        filled = [values[leaf.number] if isinstance(leaf, Value) else leaf.value for leaf in self.leaves]
         return unflatten(self.tree, filled)
 
     @property
     def arity(self) -> int:
         """How many values `rebuild` takes."""
-        return 1 + max((leaf.index for leaf in self.leaves if isinstance(leaf, Value)), default=-1)
+        return 1 + max((leaf.number for leaf in self.leaves if isinstance(leaf, Value)), default=-1)
 
 
 class TensorSignature(NamedTuple):
@@ -179,10 +179,11 @@ def constant(value: object) -> Constant | None:
 
 def _refuse(leaf: object, tree: Tree, position: int, called: str) -> Constant:
     name = leaf_names(tree)[position].removeprefix("[0]").removeprefix("[1]")
+    kind = f"{type(leaf).__module__}.{type(leaf).__qualname__}"
     remedy = "Pass tensors and plain constants, in tuples, lists, dicts or dataclasses"
     if "Cache" in type(leaf).__name__:
         remedy = "Training needs no cache: pass use_cache=False, or set model.config.use_cache = False"
     raise UnsupportedInputError(
-        f"argument {name} of {called} is a {type(leaf).__module__}.{type(leaf).__qualname__}, which is neither a tensor "
-        f"nor a plain constant, so a captured graph cannot stand for the call. {remedy}."
+        f"argument {name} of {called} is a {kind}, which is neither a tensor nor a plain constant, so a captured graph "
+        f"cannot stand for the call. {remedy}."
     )

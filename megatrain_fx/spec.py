@@ -1,9 +1,10 @@
 """The specification of legal schedules: proves that a schedule cannot race, deadlock, or read what was not written.
 
-Three layers, each a small file: the operands of each op (:mod:`.spec_operands`), what every buffer holds when the
-operations run in issue order (:mod:`.spec_contents`), and here the happens-before analysis: if every pair of conflicting
-accesses is ordered by lanes and dependencies, then every execution gives what issue order gives. Deadlock is impossible
-when operations wait only for earlier ones, since lanes are first-in first-out and are filled in issue order.
+Four layers, each a small file: the operands of each op (:mod:`.spec_operands`); what every buffer holds when the
+operations run in issue order (:mod:`.spec_contents`); how gradients come home in that order (:mod:`.spec_gradients`);
+and here the happens-before analysis: if every pair of conflicting accesses is ordered by lanes and dependencies, then
+every execution gives what issue order gives. Deadlock is impossible when operations wait only for earlier ones, since
+lanes are first-in first-out and are filled in issue order.
 """
 
 from collections import defaultdict
@@ -13,6 +14,7 @@ from megatrain_fx.happens_before import HappensBefore
 from megatrain_fx.ir import Operation
 from megatrain_fx.schedule import Schedule
 from megatrain_fx.spec_contents import ContentRules
+from megatrain_fx.spec_gradients import GradientRules
 from megatrain_fx.spec_operands import check_operands
 
 _CONTEXT_LINES = 12
@@ -29,10 +31,15 @@ def verify(schedule: Schedule) -> None:
         late = [dependency for dependency in operation.after if dependency >= index]
         if late:
             raise ScheduleError(explain(schedule, index, _cycle(late[0])))
-    contents = ContentRules(schedule)
+    contents, gradients = ContentRules(schedule), GradientRules(schedule)
     races = RaceCheck(schedule, HappensBefore(schedule.operations))
     for index, operation in enumerate(schedule.operations):
-        broken = check_operands(schedule, operation) or contents.step(index, operation) or races.step(index, operation)
+        broken = (
+            check_operands(schedule, operation)
+            or contents.step(index, operation)
+            or gradients.step(index, operation)
+            or races.step(index, operation)
+        )
         if broken:
             raise ScheduleError(explain(schedule, index, broken))
     if left := contents.finish():

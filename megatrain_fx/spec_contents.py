@@ -75,12 +75,16 @@ class ContentRules:
         if operation.op is Op.CHECKPOINT and stage <= latest:
             return f"the checkpoint of stage.{stage} must be taken before its forward (and so must its random state)"
         if operation.op is Op.FORWARD:
+            if self._yielded:
+                return f"stage.{stage} runs forward after the yield, when the caller may have drawn random numbers"
             if stage <= latest:
                 return f"stage.{stage} runs after stage.{latest}: forwards draw random numbers, so their order is fixed"
             if self._checkpoint_after.get(stage, latest) != latest:
                 return f"stage.{latest} ran between the checkpoint of stage.{stage} and its forward"
         if operation.op is Op.BACKWARD and self._backwards and stage >= self._backwards[-1]:
-            return f"stage.{stage} goes backward after stage.{self._backwards[-1]}: gradients are summed in reverse order"
+            return (
+                f"stage.{stage} goes backward after stage.{self._backwards[-1]}: gradients are summed in reverse order"
+            )
         if operation.op is Op.YIELD and self._yielded:
             return "a schedule yields once"
         return None
@@ -96,7 +100,8 @@ class ContentRules:
 
     def _check_load(self, operation: Operation) -> str | None:
         slot, view = operation.reads[0], operation.view
-        assert operation.stage is not None and view is not None
+        assert operation.stage is not None
+        assert view is not None
         if self._region[slot] != view.region:
             return f"{slot} holds {self._region[slot]}, not {view.region}"
         if (slot, operation.writes[0], self._holds[slot]) in self._loaded[operation.stage]:

@@ -1,6 +1,9 @@
 """The first part of the specification: which lane each op runs in, and what kinds of buffers it reads and writes."""
 
+import math
 from dataclasses import dataclass
+
+import torch
 
 from megatrain_fx.ir import BufferKind, Lane, Op, Operation, kind_of
 from megatrain_fx.schedule import Schedule
@@ -32,7 +35,9 @@ RULES: dict[Op, Operands] = {
         has_stage=True,
     ),
     Op.YIELD: Operands((Lane.COMPUTE,), {K.INPUT: (0, _ANY), K.VALUE: (0, _ANY)}, {K.GRADIENT_VALUE: (0, _ANY)}),
-    Op.RECOMPUTE: Operands((Lane.COMPUTE,), {K.SLOT: (0, _ANY), K.CHECKPOINT: (1, 1)}, {K.TAPE: (1, 1)}, has_stage=True),
+    Op.RECOMPUTE: Operands(
+        (Lane.COMPUTE,), {K.SLOT: (0, _ANY), K.CHECKPOINT: (1, 1)}, {K.TAPE: (1, 1)}, has_stage=True
+    ),
     Op.BACKWARD: Operands(
         (Lane.COMPUTE,),
         {K.SLOT: (0, _ANY), K.TAPE: (1, 1), K.GRADIENT_VALUE: (1, _ANY)},
@@ -43,7 +48,7 @@ RULES: dict[Op, Operands] = {
     Op.ACCUMULATE: Operands((Lane.HOST,), {K.SLAB: (1, 1)}, {K.GRADIENTS: (1, 1)}),
     Op.RELEASE: Operands(
         tuple(Lane),
-        {kind: (0, _ANY) for kind in (K.SLOT, K.SLAB, K.VALUE, K.GRADIENT_VALUE, K.CHECKPOINT, K.TAPE)},
+        dict.fromkeys((K.SLOT, K.SLAB, K.VALUE, K.GRADIENT_VALUE, K.CHECKPOINT, K.TAPE), (0, _ANY)),
         {},
     ),
 }
@@ -107,12 +112,21 @@ def _check_fit(schedule: Schedule, operation: Operation) -> str | None:
     buffers = schedule.buffers
     if operation.op in (Op.PREFETCH, Op.EVACUATE, Op.ACCUMULATE):
         source, target = operation.reads[0], operation.writes[0]
-        fits = buffers[target] <= buffers[source] if operation.op is Op.ACCUMULATE else buffers[source] <= buffers[target]
+        fits = (
+            buffers[target] <= buffers[source] if operation.op is Op.ACCUMULATE else buffers[source] <= buffers[target]
+        )
         if not fits:
             return f"{source} ({buffers[source]} bytes) does not fit {target} ({buffers[target]} bytes)"
-    if operation.op is Op.LOAD:
-        if operation.view is None:
-            return "load needs a view: '(weights.<k>+<offset> <dtype>[<sizes>])'"
-        if operation.view.offset > buffers.get(operation.view.region, -1):
-            return f"the view {operation.view} lies outside its region"
+    return _check_view(operation, buffers) if operation.op is Op.LOAD else None
+
+
+def _check_view(operation: Operation, buffers: dict[str, int]) -> str | None:
+    view = operation.view
+    if view is None:
+        return "load needs a view: '(weights.<k>+<offset> <dtype>[<sizes>])'"
+    dtype = getattr(torch, view.dtype, None)
+    if not isinstance(dtype, torch.dtype):
+        return f"the view {view} has an unknown element type"
+    if view.offset + math.prod(view.shape) * dtype.itemsize > buffers.get(view.region, -1):
+        return f"the view {view} lies outside its region"
     return None

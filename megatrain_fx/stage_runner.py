@@ -6,10 +6,12 @@ from typing import Any
 import torch
 from torch.func import functional_call
 
+from megatrain_fx.errors import StaleWeightsError
 from megatrain_fx.ir import gradient_name
+from megatrain_fx.private_api import version_of
 from megatrain_fx.run import Checkpoint, RandomState, Run, Tape
-from megatrain_fx.stages import Stage
 from megatrain_fx.stage_trace import StageTrace
+from megatrain_fx.stages import Stage
 
 
 class StageRunner:
@@ -32,6 +34,7 @@ class StageRunner:
         differentiable_inputs: Collection[str],
         device: torch.device,
         chaos: bool,
+        grad: bool,
     ) -> None:
         """Bind a stage.
 
@@ -42,6 +45,7 @@ class StageRunner:
             differentiable_inputs: names of the inputs whose gradients are wanted.
             device: where it runs.
             chaos: copy checkpoints, so that they can be spoilt when released.
+            grad: whether the call is made with gradients enabled.
         """
         self.stage = stage
         self._mutated_buffers = trace.mutated_buffers
@@ -51,6 +55,7 @@ class StageRunner:
         self.trainable = frozenset(names[local] for local, p in stage.parameters if p.requires_grad)
         self._device = device
         self._chaos = chaos
+        self._grad = grad
 
     def checkpoint(self, run: Run) -> None:
         """Keep what a rerun needs. Inputs are kept by reference unless the stage (or chaos mode) will change them."""
@@ -60,29 +65,36 @@ class StageRunner:
             copied = isinstance(value, torch.Tensor) and (self._chaos or position in self._mutated_inputs)
             inputs.append(value.detach().clone() if copied else value)
         buffers = {name: self.stage.module.get_buffer(name).detach().clone() for name in self._mutated_buffers}
-        run.checkpoints[self.stage.index] = Checkpoint(tuple(inputs), RandomState.read(self._device), buffers)
+        random = RandomState.read(self._device)
+        run.checkpoints[self.stage.index] = Checkpoint(tuple(inputs), _versions(inputs), random, buffers)
 
     def forward(self, run: Run, weights: Mapping[str, torch.Tensor]) -> None:
-        """Run the stage without autograd."""
-        inputs = [_detached(run.values[name]) for name in self.stage.inputs]
+        """Run the stage and keep nothing for autograd.
+
+        Where the call has gradients enabled, so has this: modules and kernels choose other ways, with other
+        roundings, when they see that none is wanted.
+        """
+        if self._grad:
+            self._keep(run, weights, self._record(weights, {}, self._inputs(run)))
+            return
         with torch.no_grad():
-            outputs = self._call(weights, {}, inputs)
-        owned = {view.untyped_storage().data_ptr() for view in weights.values()}
-        for name, value in zip(self.stage.outputs, outputs, strict=True):
-            run.values[name] = _own(value, owned)
+            outputs = self._call(weights, {}, [_detached(value) for value in self._inputs(run).values()])
+        self._keep(run, weights, Tape(dict(zip(self.stage.outputs, outputs, strict=True))))
 
     def forward_recording(self, run: Run, weights: Mapping[str, torch.Tensor]) -> None:
         """Run the stage once for both passes: its outputs are values, its tape waits for the backward."""
-        inputs = dict(zip(self.stage.inputs, (run.values[name] for name in self.stage.inputs), strict=True))
-        tape = self._record(weights, {}, inputs)
+        tape = self._record(weights, {}, self._inputs(run))
         run.tapes[self.stage.index] = tape
-        owned = {view.untyped_storage().data_ptr() for view in weights.values()}
-        for name, value in tape.outputs.items():
-            run.values[name] = _own(_detached(value), owned)
+        self._keep(run, weights, tape)
 
     def recompute(self, run: Run, weights: Mapping[str, torch.Tensor]) -> None:
-        """Run the stage again from its checkpoint, with the random numbers and buffers of the first time."""
+        """Run the stage again from its checkpoint, with the random numbers and buffers of the first time.
+
+        Raises:
+            StaleWeightsError: an input was modified in place since.
+        """
         kept = run.checkpoints[self.stage.index]
+        self._check_unchanged(kept)
         buffers = {name: buffer.clone() for name, buffer in kept.buffers.items()}
         now = RandomState.read(self._device)
         kept.random.restore(self._device)
@@ -96,11 +108,12 @@ class StageRunner:
     def backward(self, run: Run, leaving: Sequence[str]) -> dict[str, torch.Tensor]:
         """Take the gradients of the recorded stage.
 
-        Gradients of inputs named in ``leaving`` go to ``run.gradients``; where another stage has already put one there, it
-        becomes a root of autograd's graph, which makes autograd sum all contributions in the order of the whole model.
+        Gradients of inputs named in ``leaving`` go to ``run.gradients``; where another stage has already put one
+        there, it becomes a root of autograd's graph, which makes autograd sum all contributions in the order of the
+        whole model.
 
         Returns:
-            The gradient of every trainable parameter that has one, by name in the model.
+            The gradient of every trainable parameter that has one, by name in the model; none if they are not wanted.
         """
         tape = run.tapes[self.stage.index]
         roots, root_gradients = [], []
@@ -114,32 +127,53 @@ class StageRunner:
             if begun is not None:
                 roots.append(leaf)
                 root_gradients.append(begun)
-        leaves = [*tape.inputs.values(), *tape.parameters.values()]
+        parameters = tape.parameters if run.trains else {}
+        leaves = [*tape.inputs.values(), *parameters.values()]
         gradients: Sequence[torch.Tensor | None] = [None] * len(leaves)
         if roots and leaves:
             gradients = torch.autograd.grad(roots, leaves, root_gradients, allow_unused=True)
-        found = dict(zip((*map(gradient_name, tape.inputs), *tape.parameters), gradients, strict=True))
+        found = dict(zip((*map(gradient_name, tape.inputs), *parameters), gradients, strict=True))
         run.gradients.update({name: found.get(name, run.gradients.get(name)) for name in leaving})
-        return {name: found[name] for name in tape.parameters if found[name] is not None}  # type: ignore[misc]
+        return {name: found[name] for name in parameters if found[name] is not None}  # type: ignore[misc]
 
     def _record(
         self, weights: Mapping[str, torch.Tensor], buffers: Mapping[str, torch.Tensor], inputs: dict[str, Any]
     ) -> Tape:
-        leaves: dict[str, torch.Tensor] = {}
+        """Run the stage for autograd, on copies of the inputs that it modifies in place: a leaf must not be modified."""
         parameters = {}
         for name, view in weights.items():
             parameters[name] = view.detach().requires_grad_(self.parameter_names[name] in self.trainable)
-        passed = []
-        for position, (name, value) in enumerate(inputs.items()):
-            if name in self._differentiable:
-                leaves[name] = value.detach().requires_grad_()
-                passed.append(leaves[name].clone() if position in self._mutated_inputs else leaves[name])
-            else:
-                passed.append(_detached(value, copied=position in self._mutated_inputs))
+        leaves = {name: inputs[name].detach().requires_grad_() for name in inputs if name in self._differentiable}
+        modified = {}
         with torch.enable_grad():
-            outputs = self._call(parameters, buffers, passed)
+            passed = {name: leaves.get(name, _detached(value)) for name, value in inputs.items()}
+            for position in self._mutated_inputs:
+                name = self.stage.inputs[position]
+                passed[name] = modified[name] = passed[name].clone()
+            outputs = self._call(parameters, buffers, tuple(passed.values()))
         trained = {self.parameter_names[name]: leaf for name, leaf in parameters.items() if leaf.requires_grad}
-        return Tape(dict(zip(self.stage.outputs, outputs, strict=True)), leaves, trained)
+        return Tape(dict(zip(self.stage.outputs, outputs, strict=True)), leaves, trained, modified)
+
+    def _check_unchanged(self, kept: Checkpoint) -> None:
+        for name, old, new in zip(self.stage.inputs, kept.versions, _versions(kept.inputs), strict=True):
+            if old != new:
+                raise StaleWeightsError(
+                    f"{name}, which stage {self.stage.index} ({', '.join(self.stage.units) or 'glue'}) reads, was modified in "
+                    "place between the forward pass and this backward pass, which reruns the stage: leave the model's inputs "
+                    "and outputs unchanged until then, or modify a clone"
+                )
+
+    def _inputs(self, run: Run) -> dict[str, Any]:
+        return {name: run.values[name] for name in self.stage.inputs}
+
+    def _keep(self, run: Run, weights: Mapping[str, torch.Tensor], tape: Tape) -> None:
+        """Keep what the stage returned, and what it made of the inputs that it modifies in place."""
+        owned = {view.untyped_storage().data_ptr() for view in weights.values()}
+        for name, value in tape.outputs.items():
+            run.values[name] = _own(_detached(value), owned)
+        with torch.no_grad():
+            for name, value in tape.modified.items():
+                run.values[name].copy_(value)
 
     def _call(
         self, weights: Mapping[str, torch.Tensor], buffers: Mapping[str, torch.Tensor], inputs: Sequence[Any]
@@ -148,10 +182,13 @@ class StageRunner:
         return outputs
 
 
-def _detached(value: Any, copied: bool = False) -> Any:
-    if not isinstance(value, torch.Tensor):
-        return value
-    return value.detach().clone() if copied else value.detach()
+def _versions(values: Sequence[Any]) -> tuple[int, ...]:
+    """How often each tensor was modified in place; tensors of inference mode do not tell."""
+    return tuple(version_of(v) if isinstance(v, torch.Tensor) and not v.is_inference() else 0 for v in values)
+
+
+def _detached(value: Any) -> Any:
+    return value.detach() if isinstance(value, torch.Tensor) else value
 
 
 def _own(value: Any, slots: set[int]) -> Any:
@@ -159,4 +196,3 @@ def _own(value: Any, slots: set[int]) -> Any:
     if isinstance(value, torch.Tensor) and value.untyped_storage().data_ptr() in slots:
         return value.clone()
     return value
-

@@ -1,6 +1,7 @@
 """Stages: contiguous runs of the captured graph, each with the units whose parameters travel together."""
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from torch import fx, nn
@@ -8,6 +9,9 @@ from torch import fx, nn
 from megatrain_fx.capture import Captured
 from megatrain_fx.ir import value_name
 from megatrain_fx.unit_call import UnitCall
+
+_TINY = 100
+"""How many times larger a unit must be for a small one before it to be no burden."""
 
 
 @dataclass(frozen=True)
@@ -81,17 +85,25 @@ def is_unit_call(node: fx.Node) -> bool:
     if node.op != "call_module":
         return False
     root = node.graph.owning_module
-    assert root is not None and isinstance(node.target, str)
+    assert root is not None
+    assert isinstance(node.target, str)
     return isinstance(root.get_submodule(node.target), UnitCall)
 
 
 def _merge(root: fx.GraphModule, segments: list[list[fx.Node]], stage_bytes: int) -> list[list[fx.Node]]:
+    """Join neighbours that fit together; and a tiny one (a last norm) with a much larger one (a head) that follows it.
+
+    A layer that occurs many times is left as it is, so that all of them share one template.
+    """
+    kinds = Counter(kind for segment in segments for kind in _unit_types(root, segment))
     merged: list[list[fx.Node]] = []
     held: dict[int, nn.Parameter] = {}
     for segment in segments:
         own = {id(p): p for node in segment for p in parameters_of(root, node)}
         together = {**held, **own}
-        if merged and _bytes(together.values()) <= stage_bytes:
+        alone = all(kinds[kind] == 1 for kind in _unit_types(root, segment))
+        tiny = alone and _bytes(held.values()) * _TINY <= _bytes(own.values())
+        if merged and (tiny or _bytes(together.values()) <= stage_bytes):
             merged[-1].extend(segment)
             held = together
         else:
@@ -100,8 +112,13 @@ def _merge(root: fx.GraphModule, segments: list[list[fx.Node]], stage_bytes: int
     return merged
 
 
-def _bytes(parameters: Sequence[nn.Parameter] | object) -> int:
-    return sum(p.numel() * p.element_size() for p in parameters)  # type: ignore[attr-defined]
+def _unit_types(root: fx.GraphModule, segment: list[fx.Node]) -> list[type]:
+    calls = [root.get_submodule(str(node.target)) for node in segment if is_unit_call(node)]
+    return [type(call.unit) for call in calls if isinstance(call, UnitCall)]
+
+
+def _bytes(parameters: Iterable[nn.Parameter]) -> int:
+    return sum(parameter.numel() * parameter.element_size() for parameter in parameters)
 
 
 def parameters_of(root: fx.GraphModule, node: fx.Node) -> list[nn.Parameter]:
@@ -131,11 +148,11 @@ def attribute(root: nn.Module, node: fx.Node) -> object:
 
 def _returned(graph: fx.Graph) -> list[fx.Node]:
     (output,) = graph.find_nodes(op="output")
-    return [node for node in output.args[0] if isinstance(node, fx.Node)]  # type: ignore[union-attr]
+    return [node for node in output.args[0] if isinstance(node, fx.Node)]
 
 
 def _leaves(node: fx.Node, number: int, home: dict[fx.Node, int], returned: list[fx.Node]) -> bool:
-    """Whether a value is used outside the stage that computes it (tuples of tensors are taken apart where they arise)."""
+    """Whether a value is used outside the stage that computes it (tuples are taken apart where they arise)."""
     return node in returned or any(home.get(user, number) != number for user in node.users)
 
 
@@ -168,5 +185,3 @@ def _build(
         units=tuple(child.path for child in module.modules() if isinstance(child, UnitCall)),
         input_examples=tuple(node.meta.get("val") for node in read),
     )
-
-

@@ -1,6 +1,7 @@
 """The host store: the authoritative parameters and gradients, one contiguous region each a stage."""
 
 import logging
+import weakref
 from collections.abc import Iterable
 
 import torch
@@ -36,6 +37,7 @@ class HostStore:
         self._gradients: dict[int, HostMemory] = {}
         self._places = layout.places
         self._gradient_views: dict[str, torch.Tensor] = {}
+        self._published: dict[str, weakref.ref[torch.Tensor]] = {}
 
     @property
     def staged(self) -> bool:
@@ -51,7 +53,7 @@ class HostStore:
         return self._gradients[region].flat()
 
     def reserve_gradients(self, region: int, size: int) -> bool:
-        """Allocate the gradients of a region; True if smaller ones had to be replaced (a frozen parameter was thawed)."""
+        """Allocate the gradients of a region; True if smaller ones were replaced (a frozen parameter was thawed)."""
         held = self._gradients.get(region)
         if held is not None and held.size >= size:
             return False
@@ -75,9 +77,11 @@ class HostStore:
         """Make the store hold what ``parameter.grad`` holds; returns how a new gradient must be put there."""
         parameter = self.parameters[name]
         if parameter.grad is None:
+            self._leave_published(name)
             return COPY
         view = self.gradient_view(name)
-        if parameter.grad is not view and parameter.grad.data_ptr() != view.data_ptr():
+        if parameter.grad.data_ptr() != view.data_ptr():
+            self._leave_published(name)
             view.copy_(parameter.grad)
             parameter.grad = view
         return ADD
@@ -86,7 +90,16 @@ class HostStore:
         """Let ``parameter.grad`` show the store's gradients of the named parameters."""
         for name in names:
             if self.parameters[name].grad is None:
-                self.parameters[name].grad = self.gradient_view(name)
+                published = self.gradient_view(name).detach()
+                self.parameters[name].grad = published
+                self._published[name] = weakref.ref(published)
+
+    def _leave_published(self, name: str) -> None:
+        """Give a gradient that the user took from ``parameter.grad`` and still holds memory of its own."""
+        published = self._published.pop(name, None)
+        held = None if published is None else published()
+        if held is not None:
+            held.data = held.clone()
 
     def version(self) -> int:
         """A number that grows whenever a parameter is modified in place."""
@@ -99,16 +112,16 @@ class HostStore:
             ModelDeviceError: the new memory is not on the CPU, or of another shape or dtype.
         """
         for name, parameter in self.parameters.items():
-            if parameter.data_ptr() == self._pointers[name]:
-                continue
             place = self._places[name]
+            if parameter.data_ptr() == self._pointers[name] and parameter.stride() == place.stride:
+                continue
             if parameter.device.type != "cpu" or parameter.shape != place.shape or parameter.dtype != place.dtype:
                 raise ModelDeviceError(
-                    f"parameter {name} was {place.dtype} {list(place.shape)} on the CPU when the model was compiled, and is "
-                    f"now {parameter.dtype} {list(parameter.shape)} on {parameter.device}; convert a model before compiling it"
+                    f"parameter {name} was {place.dtype} {list(place.shape)} on the CPU when the model was compiled, "
+                    f"and is now {parameter.dtype} {list(parameter.shape)} on {parameter.device}; convert before compiling"
                 )
             view = _view(self._weights[place.region], place)
-            parameter.data = view.copy_(parameter.detach())
+            parameter.data = view.copy_(parameter.detach().clone())  # the new memory may be a part of the old
 
     def _fill(self, index: int) -> HostMemory:
         region = self.layout.regions[index]
@@ -125,7 +138,9 @@ class HostStore:
         if self._registers and not self.staged:
             self._refused = memory.register()
             if self._refused:
-                logger.warning("%s: host memory stays unregistered, and copies go through staging buffers", self._refused)
+                logger.warning(
+                    "%s: host memory stays unregistered, and copies go through staging buffers", self._refused
+                )
         return memory
 
 

@@ -14,9 +14,10 @@ from megatrain_fx.device_buffers import DeviceBuffers
 from megatrain_fx.errors import CaptureError, InputDeviceError, StaleWeightsError
 from megatrain_fx.execution_modes import Autocast, ExecutionModes
 from megatrain_fx.extension import runtime as native
+from megatrain_fx.model_state import preserved
 from megatrain_fx.program import Program, build_program
 from megatrain_fx.program_cache import ProgramCache
-from megatrain_fx.run import Run
+from megatrain_fx.run import RandomState, Run
 from megatrain_fx.signature import InputSignature, ModelFlags, flatten_inputs
 from megatrain_fx.stage_runner import StageRunner
 from megatrain_fx.store import HostStore
@@ -54,8 +55,13 @@ class StreamedModel:
         program = self.programs.find(signature)
         if program is None:
             self._check_devices(tensors)
-            captured = self._capture(model, args, kwargs, signature)
-            program = build_program(model, captured, self.config, self.store.layout if self.store else None)
+            if self.store is None:
+                move_buffers(model, self.config.device)  # before capture, whose graphs hold the buffers they use
+            random = RandomState.read(self.config.device)
+            with preserved(model):  # modules that set attributes of their own must not keep those of fake runs
+                captured = self._capture(model, args, kwargs, signature)
+                program = build_program(model, captured, self.config, self.store.layout if self.store else None)
+            random.restore(self.config.device)
             self._take_over(model, program)
             self.programs.add(signature, program)
         return program, tensors
@@ -74,7 +80,9 @@ class StreamedModel:
         run.returned = {}
         return run, outputs
 
-    def finish(self, program: Program, run: Run, gradients: Sequence[torch.Tensor | None], keep: bool) -> list[torch.Tensor | None]:
+    def finish(
+        self, program: Program, run: Run, gradients: Sequence[torch.Tensor | None], keep: bool, trains: bool
+    ) -> list[torch.Tensor | None]:
         """Run the backward pass of a call.
 
         Args:
@@ -82,6 +90,7 @@ class StreamedModel:
             run: its state.
             gradients: of the values that the model returned; None where there is none.
             keep: another backward pass will follow (``retain_graph=True``).
+            trains: gradients of parameters are wanted too.
 
         Returns:
             The gradients of the model's inputs.
@@ -95,9 +104,9 @@ class StreamedModel:
                 "a parameter was modified in place between the forward pass and this backward pass, which reruns the "
                 "forward and would see the new value; call backward before optimizer.step() or load_state_dict()"
             )
-        run.begin_backward(zip(program.facts.outputs, gradients, strict=True), keep)
+        run.begin_backward(zip(program.facts.outputs, gradients, strict=True), keep, trains)
         with self._running:
-            run.homes = {name: self.store.adopt_gradient(name) for name in self._trainable(program)}
+            run.homes = {name: self.store.adopt_gradient(name) for name in self._trainable(program)} if trains else {}
             resume = self._latest is not run
             self._latest = None
             bound = self._bind(program, resume)
@@ -121,7 +130,6 @@ class StreamedModel:
         """Move parameters to the store and buffers to the device, if this is the first program; reserve gradients."""
         if self.store is None:
             self.store = HostStore(model, program.layout, self.config.device, self.config.pin)
-            move_buffers(model, self.config.device)
         for region, facts in enumerate(program.facts.regions):
             if facts.gradient_bytes and self.store.reserve_gradients(region, facts.gradient_bytes):
                 self._bound.clear()
@@ -147,6 +155,7 @@ class StreamedModel:
                 facts.differentiable_inputs,
                 self.config.device,
                 self._lanes.chaos,
+                program.captured.signature.modes.grad,
             )
             for stage, trace, facts in zip(program.stages, program.traces, program.facts.stages, strict=True)
         ]
@@ -162,8 +171,8 @@ class StreamedModel:
             scalar = tensor.device.type == "cpu" and tensor.ndim == 0
             if tensor.device != device and not scalar:
                 raise InputDeviceError(
-                    f"input tensor {position} (shape {list(tensor.shape)}) is on {tensor.device}, but the model computes on "
-                    f"{device}; move it there with .to('{device}')"
+                    f"input tensor {position} (shape {list(tensor.shape)}) is on {tensor.device}, but the model "
+                    f"computes on {device}; move it there with .to('{device}')"
                 )
 
 

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
-import torch
 from torch import fx
 
 from megatrain_fx.private_api import SizeConditions, size_conditions

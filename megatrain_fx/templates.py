@@ -1,10 +1,8 @@
-"""Templates: the stateless functions of stages, one for all stages whose graphs are equal."""
+"""Templates: the stateless functions of stages, one for all stages that compute the same."""
 
-import hashlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-import torch
 from torch import fx
 
 from megatrain_fx.stage_trace import StageTrace
@@ -17,7 +15,8 @@ class Template:
     Attributes:
         index: its number, printed ``T<index>``.
         stages: the stages that share it.
-        joint: forward and backward as one ATen graph, or None if the stage stays Python.
+        joint: forward and backward as one ATen graph (see :func:`megatrain_fx.stage_trace.trace_joint_graph`), or
+            None if the stage stays Python.
         reason: why it stays Python.
     """
 
@@ -33,64 +32,23 @@ class Template:
         return f"{head}\n{self.joint.print_readable(print_output=False)}"
 
 
-def deduplicate(traces: Sequence[StageTrace]) -> tuple[Template, ...]:
+def deduplicate(traces: Sequence[StageTrace], joint_graph: Callable[[int], fx.GraphModule]) -> tuple[Template, ...]:
     """Templates of the stages, in order of their first stage.
 
-    Stages share a template if their graphs are equal: the same operations with the same constants, on tensors of the same
-    shapes, strides, dtypes and devices, forward and backward. So neither a Python attribute (a sliding window) nor a
-    custom gradient can be confused with another.
+    Stages share a template if their traces are equal: the same operations with the same constants, on tensors of the
+    same shapes, strides, dtypes and devices, forward and backward. So neither a Python attribute (a sliding window)
+    nor a custom gradient can be confused with another.
+
+    Args:
+        traces: one a stage.
+        joint_graph: traces the graph of a stage; called once a template.
     """
     members: dict[str, list[int]] = {}
     for stage, trace in enumerate(traces):
-        key = f"python {stage}" if trace.joint is None else graph_key(trace.joint)
-        members.setdefault(key, []).append(stage)
+        members.setdefault(trace.key or f"python {stage}", []).append(stage)
     templates = []
     for index, stages in enumerate(members.values()):
         first = traces[stages[0]]
-        templates.append(Template(index, tuple(stages), first.joint, first.reason))
+        joint = None if first.key is None else joint_graph(stages[0])
+        templates.append(Template(index, tuple(stages), joint, first.reason))
     return tuple(templates)
-
-
-def graph_key(module: fx.GraphModule) -> str:
-    """A digest of everything that decides what a graph computes."""
-    digest = hashlib.sha256()
-    for line in _lines(module):
-        digest.update(line.encode())
-    return digest.hexdigest()
-
-
-def _lines(module: fx.GraphModule) -> Iterable[str]:
-    number = {node: f"%{index}" for index, node in enumerate(module.graph.nodes)}
-    for node in module.graph.nodes:
-        arguments = fx.map_arg((node.args, node.kwargs), lambda argument: _Name(number[argument]))
-        target = str(node.target) if node.op in ("call_function", "call_method") else ""
-        yield f"{node.op} {target} {arguments} {_described(node.meta.get('val'))}"
-        if node.op == "get_attr":
-            yield from _attribute_lines(module, str(node.target))
-
-
-class _Name(str):
-    """A node's number, printed without quotes."""
-
-    def __repr__(self) -> str:
-        return str(self)
-
-
-def _attribute_lines(module: fx.GraphModule, target: str) -> Iterable[str]:
-    value: object = module
-    for name in target.split("."):
-        value = getattr(value, name)
-    if isinstance(value, fx.GraphModule):
-        yield from _lines(value)
-    elif isinstance(value, torch.Tensor) and not value.is_meta and value.numel() < 2**20:
-        yield f"{_described(value)} {value.detach().cpu().reshape(-1).tolist()}"
-    else:
-        yield f"object {id(value)}"
-
-
-def _described(value: object) -> str:
-    if isinstance(value, torch.Tensor):
-        return f"{value.dtype} {list(value.shape)} {value.stride()} {value.device}"
-    if isinstance(value, (list, tuple)):
-        return f"[{', '.join(map(_described, value))}]"
-    return str(value)

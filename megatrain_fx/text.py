@@ -7,6 +7,7 @@ from typing import TypeVar
 from megatrain_fx.errors import ScheduleParseError
 from megatrain_fx.ir import Lane, Op, Operation, View
 
+_NAME = re.compile(r"^(?:[\w.]+|<[\w.]+>)$")
 _BUFFER_LINE = re.compile(r"^(?P<name>[\w.]+)\s+(?P<bytes>\d+) bytes$")
 _OPERATION_LINE = re.compile(
     r"^%(?P<index>\d+)\s+= (?P<op>\w+)\s+(?P<lane>\w+)(?:\s+(?P<body>.*?))??(?:\s+after (?P<after>%\d+(?:, %\d+)*))?$"
@@ -64,7 +65,8 @@ def parse_schedule(text: str) -> tuple[tuple[Operation, ...], dict[str, int]]:
     """Operations and buffers of a text.
 
     Raises:
-        ScheduleParseError: a line is neither a buffer nor an operation, names an unknown op or lane, or is misnumbered.
+        ScheduleParseError: a line is neither a buffer nor an operation, names an unknown op or lane, is misnumbered, or
+            declares a buffer again.
     """
     operations: list[Operation] = []
     buffers: dict[str, int] = {}
@@ -73,6 +75,8 @@ def parse_schedule(text: str) -> tuple[tuple[Operation, ...], dict[str, int]]:
         if not line:
             continue
         if declared := _BUFFER_LINE.match(line):
+            if declared["name"] in buffers:
+                raise ScheduleParseError(f"line {number} declares {declared['name']} again: declare each buffer once")
             buffers[declared["name"]] = int(declared["bytes"])
         else:
             operations.append(_parse_operation(line, number, expected_index=len(operations)))
@@ -87,7 +91,7 @@ def _parse_operation(line: str, number: int, expected_index: int) -> Operation:
         )
     if int(match["index"]) != expected_index:
         raise ScheduleParseError(
-            f"line {number} is numbered %{match['index']}, but is operation %{expected_index}: number the lines in order"
+            f"line {number} is numbered %{match['index']}, but it is operation %{expected_index}: number lines in order"
         )
     body = _BODY.match(match["body"] or "")
     if body is None:
@@ -97,8 +101,8 @@ def _parse_operation(line: str, number: int, expected_index: int) -> Operation:
         lane=_token(Lane, match["lane"], number),
         stage=_integer(body["stage"]),
         template=_integer(body["template"]),
-        reads=_names(body["reads"]),
-        writes=_names(body["writes"]),
+        reads=_names(body["reads"], number),
+        writes=_names(body["writes"], number),
         after=tuple(int(part.strip()[1:]) for part in (match["after"] or "").split(",") if part.strip()),
         view=_parse_view(body["view"], number),
     )
@@ -109,9 +113,7 @@ def _token(kind: type[_Token], token: str, number: int) -> _Token:
         return kind(token)
     except ValueError:
         known = ", ".join(member.value for member in kind)
-        raise ScheduleParseError(
-            f"line {number}: unknown {kind.__name__.lower()} {token!r}. Known: {known}"
-        ) from None
+        raise ScheduleParseError(f"line {number}: unknown {kind.__name__.lower()} {token!r}. Known: {known}") from None
 
 
 def _parse_view(text: str | None, number: int) -> View | None:
@@ -130,5 +132,12 @@ def _integer(text: str | None) -> int | None:
     return None if text is None else int(text)
 
 
-def _names(text: str | None) -> tuple[str, ...]:
-    return tuple(name.strip() for name in (text or "").split(",") if name.strip())
+def _names(text: str | None, number: int) -> tuple[str, ...]:
+    names = tuple(name.strip() for name in text.split(",")) if text else ()
+    for name in names:
+        if not _NAME.match(name):
+            raise ScheduleParseError(
+                f"line {number}: {name!r} is not the name of a buffer. Operands are '<buffer>, ... -> <buffer>, ...', and "
+                f"dependencies follow as 'after %<index>, ...'"
+            )
+    return names

@@ -99,7 +99,7 @@ def _unflatten(tree: Tree, leaves: Iterator[object]) -> Any:
     return _put_together(tree.container, tree.context, [_unflatten(child, leaves) for child in tree.children])
 
 
-def _put_together(container: type, context: Any, children: list[Any]) -> Any:
+def _put_together(container: Any, context: Any, children: list[Any]) -> Any:
     if issubclass(container, tuple):
         return container(*children) if hasattr(container, "_fields") else container(children)
     if issubclass(container, list):
@@ -108,18 +108,19 @@ def _put_together(container: type, context: Any, children: list[Any]) -> Any:
         return _build_dict(container, context, children)
     if container is slice:
         return slice(*children)
-    value = object.__new__(container)
+    value: Any = object.__new__(container)
     for name, child in zip(context, children, strict=True):
         object.__setattr__(value, name, child)
     return value
 
 
-def _build_dict(container: type, context: Any, children: list[Any]) -> Any:
+def _build_dict(container: Any, context: Any, children: list[Any]) -> Any:
     factory, keys = context
     items = dict(zip(keys, children, strict=True))
     if issubclass(container, collections.defaultdict):
         return container(factory, items)
-    return container(**items) if dataclasses.is_dataclass(container) else container(items)
+    by_name = dataclasses.is_dataclass(container)
+    return container(**items) if by_name else container(items)
 
 
 def _steps(tree: Tree) -> list[str]:

@@ -20,7 +20,6 @@ class UnitCall(nn.Module):
         arguments: how the unit's arguments are made of the values and constants.
         outputs: the structure that the unit returns; its tensors, in order, are the results.
         modes: the gradient mode and autocast of the region in which the model calls the unit.
-        mutated_inputs: indices of the values that the unit modifies in place.
     """
 
     def __init__(
@@ -30,7 +29,6 @@ class UnitCall(nn.Module):
         arguments: Structure,
         outputs: Structure,
         modes: ExecutionModes,
-        mutated_inputs: tuple[int, ...] = (),
     ) -> None:
         super().__init__()
         self.unit = unit
@@ -38,7 +36,6 @@ class UnitCall(nn.Module):
         self.arguments = arguments
         self.outputs = outputs
         self.modes = modes
-        self.mutated_inputs = mutated_inputs
         self.training = unit.training
 
     def forward(self, *values: torch.Tensor | int) -> tuple[torch.Tensor, ...]:
@@ -53,9 +50,10 @@ class UnitCall(nn.Module):
         tensors, found = flatten_outputs(result, f"unit {self.path}")
         if found != self.outputs:
             raise CaptureError(
-                f"unit {self.path} ({type(self.unit).__name__}) returned {_describe(found)}, but {_describe(self.outputs)} "
-                "when it was captured. What a unit returns, other than the values of tensors, may depend only on its "
-                "arguments and on the training flags: return tensors in place of changing constants."
+                f"unit {self.path} ({type(self.unit).__name__}) returned {_describe(found)}, but "
+                f"{_describe(self.outputs)} when it was captured. What a unit returns, other than the values of "
+                "tensors, may depend only on its arguments and on the training flags: return tensors in place of "
+                "changing constants."
             )
         return tuple(tensors)
 

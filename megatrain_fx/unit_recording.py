@@ -2,27 +2,32 @@
 
 from __future__ import annotations
 
+import contextlib
 import contextvars
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import nn
 
-from megatrain_fx.errors import CaptureError, MegatrainError
+from megatrain_fx.errors import CaptureError, DataDependentGlueError, MegatrainError
+from megatrain_fx.execution_modes import Autocast, ExecutionModes
 from megatrain_fx.model_state import preserved
 from megatrain_fx.private_api import (
+    DATA_DEPENDENT_ERRORS,
     ModuleMethods,
     call_uncompiled,
     ignoring_data_dependent_sizes,
     is_data_dependent_size,
     replace_call,
+    size_symbols,
 )
-from megatrain_fx.signature import Structure, flatten_call
+from megatrain_fx.signature import Structure, flatten_call, read_modes
 from megatrain_fx.unit_call import flatten_outputs
-from megatrain_fx.unit_trial import Originals, run_on_random_inputs
+from megatrain_fx.unit_trial import Originals, TrialError, UnitTrial
 from megatrain_fx.units import Unit
+
+_FIXED_SIZE = "Use a tensor of fixed size (padded, or masked by torch.where)"
 
 
 @dataclasses.dataclass
@@ -31,24 +36,35 @@ class RecordedCall:
 
     unit: Unit
     arguments: Structure
+    autocast: ExecutionModes
     outputs: Structure | None = None
-    mutated_inputs: tuple[int, ...] = ()
 
 
 class UnitRecorder:
-    """Records the calls of a model's units during one capture, the structure that the model returned, and the names of
-    the buffers to which its glue assigned new tensors.
+    """Records the calls of a model's units during one capture.
 
     Tracing may run the forward several times, so more calls are recorded than the graph holds in the end.
+
+    Attributes:
+        calls: in the order of the calls.
+        returned: the structure that the model returned.
+        assigned_buffers: names of the buffers to which the glue assigned new tensors.
+        specialising: units that forced a value upon a symbolic size.
+        failure: what went wrong first in or at a unit.
     """
 
-    def __init__(self, originals: Originals, device: torch.device) -> None:
+    def __init__(
+        self, originals: Originals, device: torch.device, on_plain_sizes: frozenset[Unit] = frozenset()
+    ) -> None:
+        """Units in `on_plain_sizes` are run on plain sizes in place of symbolic ones, where that tells enough."""
         self.calls: list[RecordedCall] = []
         self.returned: Structure | None = None
         self.assigned_buffers: tuple[str, ...] = ()
+        self.specialising: set[Unit] = set()
         self.failure: tuple[Unit, Exception] | None = None
         self._originals = originals
         self._device = device
+        self._on_plain_sizes = on_plain_sizes
         self._inside_unit = False
         self._module_methods = ModuleMethods.current()
 
@@ -68,44 +84,77 @@ class UnitRecorder:
     def _call(self, unit: Unit, args: Sequence[object], kwargs: dict[str, object]) -> Any:
         try:
             tensors, sizes, structure = flatten_call(args, kwargs, _name(unit))
+            if any(is_data_dependent_size(size) for size in _shapes(tensors)):
+                raise DataDependentGlueError(
+                    f"{_name(unit)} is given a tensor whose shape depends on the values of a tensor, so no schedule can "
+                    f"be made for it. {_FIXED_SIZE}, or select inside the unit."
+                )
         except Exception as error:
             self.failure = self.failure or (unit, error)
             raise
-        self.calls.append(RecordedCall(unit, structure))
+        self.calls.append(RecordedCall(unit, structure, self._autocast()))
         results = torch.ops.megatrain_fx.unit(tensors, sizes, len(self.calls) - 1)
         outputs = self.calls[len(self.calls) - 1].outputs
         assert outputs is not None
         return outputs.rebuild(results)
 
+    def _autocast(self) -> ExecutionModes:
+        states = read_modes(sorted({"cpu", self._device.type})).autocast
+        return ExecutionModes(None, tuple(Autocast(kind, dtype, enabled, None) for kind, enabled, dtype in states))
+
     def infer(self, tensors: list[torch.Tensor], sizes: list[int], call_id: int) -> list[torch.Tensor]:
         """Run a recorded call on fake tensors: fresh tensors like the unit's results."""
         call, self._inside_unit = self.calls[call_id], True
-        versions = [tensor._version for tensor in tensors]
+        symbolic = [size for size in (*_shapes(tensors), *sizes) if size_symbols(size)]
         try:
-            with preserved(call.unit.module), self._module_methods.restored(), ignoring_data_dependent_sizes():
-                results = self._run(call, tensors, sizes)
-            call.mutated_inputs = tuple(i for i, old in enumerate(versions) if tensors[i]._version != old)
-            return results
+            # On its way to this operator the dispatcher left autocast behind; the unit's operators must meet it.
+            with self._module_methods.restored(), ignoring_data_dependent_sizes(), call.autocast.active():
+                results, call.outputs = self._run(call, [*tensors, *sizes])
         except Exception as error:
             self.failure = self.failure or (call.unit, error)
             raise
         finally:
             self._inside_unit = False
+        if not all(size_symbols(size) for size in symbolic):
+            self.specialising.add(call.unit)
+        # A custom operator may not return its inputs or one tensor twice, so only the metadata are passed on.
+        return [torch.empty_strided(r.shape, r.stride(), dtype=r.dtype, device=r.device) for r in results]
 
-    def _run(self, call: RecordedCall, tensors: list[torch.Tensor], sizes: list[int]) -> list[torch.Tensor]:
-        args, kwargs = call.arguments.rebuild([*tensors, *sizes])
-        module, name = call.unit.module, _name(call.unit)
+    def _run(self, call: RecordedCall, values: list[torch.Tensor | int]) -> tuple[list[torch.Tensor], Structure]:
+        trial = UnitTrial(call.unit, call.arguments, values)
+        if call.unit in self._on_plain_sizes:
+            with contextlib.suppress(TrialError):
+                return trial.run()
         try:
-            results, call.outputs = flatten_outputs(call_uncompiled(module, *args, **kwargs), name)
+            results, outputs = self._run_symbolically(call, values)
         except MegatrainError:
             raise
         except Exception as error:  # data-dependent, or an operator whose fake kernel refuses what its real one takes
-            trial = run_on_random_inputs(call.unit, call.arguments, [*tensors, *sizes], self._originals, self._device, error)
-            results, call.outputs = trial
-        for result in results:
-            _check_sizes(result, name)
-        # A custom operator may not return its inputs or one tensor twice, so only the metadata are passed on.
-        return [torch.empty_strided(r.shape, r.stride(), dtype=r.dtype, device=r.device) for r in results]
+            results, outputs = self._run_really(trial, error)
+        if any(is_data_dependent_size(size) for size in _shapes(results)):
+            raise CaptureError(
+                f"{_name(call.unit)} returns a tensor whose shape depends on the values of its inputs, so no schedule "
+                f"can be made for it. {_FIXED_SIZE}, or move what follows into the unit."
+            )
+        return results, outputs
+
+    def _run_symbolically(
+        self, call: RecordedCall, values: list[torch.Tensor | int]
+    ) -> tuple[list[torch.Tensor], Structure]:
+        args, kwargs = call.arguments.rebuild(values)
+        with preserved(call.unit.module):
+            return flatten_outputs(call_uncompiled(call.unit.module, *args, **kwargs), _name(call.unit))
+
+    def _run_really(self, trial: UnitTrial, reason: Exception) -> tuple[list[torch.Tensor], Structure]:
+        try:
+            return trial.run_really(self._originals, self._device)
+        except TrialError as error:
+            if not isinstance(reason, DATA_DEPENDENT_ERRORS):
+                raise reason from None
+            raise CaptureError(
+                f"{_name(trial.unit)} depends on the values of tensors, so a real run is needed to know what it "
+                f"returns; but {error}."
+            ) from reason
 
 
 active_recorder: contextvars.ContextVar[UnitRecorder] = contextvars.ContextVar("active_recorder")
@@ -126,9 +175,5 @@ def _name(unit: Unit) -> str:
     return f"unit {unit.path} ({type(unit.module).__name__})"
 
 
-def _check_sizes(result: torch.Tensor, name: str) -> None:
-    if any(is_data_dependent_size(size) for size in result.shape):
-        raise CaptureError(
-            f"{name} returns a tensor whose shape depends on the values of its inputs, so no schedule can be "
-            "made for it. Return a tensor of fixed size (padded, or masked by torch.where), or move what follows into the unit."
-        )
+def _shapes(tensors: Sequence[torch.Tensor]) -> list[int | torch.SymInt]:
+    return [size for tensor in tensors for size in tensor.shape]

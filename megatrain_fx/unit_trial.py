@@ -1,141 +1,142 @@
-"""Unit trials: one real run of a unit on random inputs, for a unit that cannot be run on fake tensors."""
+"""Unit trials: runs of a unit on plain sizes, where a run on symbolic sizes or fake values does not serve."""
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import itertools
-from collections.abc import Sequence
-from typing import Any, NoReturn
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import nn
 
-from megatrain_fx.errors import CaptureError
-from megatrain_fx.private_api import (
-    DATA_DEPENDENT_ERRORS,
-    call_uncompiled,
-    named_tensors,
-    size_at,
-    size_symbols,
-    without_fake_mode,
-)
+from megatrain_fx.model_state import preserved
+from megatrain_fx.private_api import call_uncompiled, named_tensors, size_at, size_symbols, without_fake_mode
 from megatrain_fx.signature import Structure
 from megatrain_fx.unit_call import flatten_outputs
 from megatrain_fx.units import Unit
 
 Size = int | torch.SymInt
-Tables = tuple[dict[str, Any], dict[str, Any]]
+_FACTORS = (2, 3, 5, 7, 11, 13, 17, 19, 23)
+Scaling = Mapping[Any, int] | None
+
+
+class TrialError(Exception):
+    """A trial did not tell what a unit returns; the text says why."""
 
 
 class Originals:
     """The real parameters and buffers of a model's modules while stand-ins take their place."""
 
     def __init__(self, model: nn.Module) -> None:
-        self._tables = {module: tuple(dict(table) for table in named_tensors(module)) for module in model.modules()}
+        self._tables: dict[nn.Module, list[dict[str, Any]]] = {
+            module: [dict(table) for table in named_tensors(module)] for module in model.modules()
+        }
 
-    def put_copies(self, module: nn.Module, device: torch.device) -> None:
-        """Put copies on `device` of the real tensors into `module` and all that it contains; aliases stay aliases."""
-        copies: dict[int, torch.Tensor] = {}
-        for part in module.modules():
-            for table, originals in zip(named_tensors(part), self._tables.get(part, ({}, {})), strict=True):
-                for name, tensor in originals.items():
-                    if tensor is not None and id(tensor) not in copies:
-                        copies[id(tensor)] = tensor.detach().to(device, copy=True)
-                    table[name] = None if tensor is None else copies[id(tensor)]
+    @contextlib.contextmanager
+    def in_place(self, module: nn.Module, device: torch.device) -> Iterator[None]:
+        """Let `module` run really: copies of its real tensors on `device`, no fake mode, random states put back.
 
-    def on_meta(self, module: nn.Module) -> bool:
-        """Whether some real tensor of `module` has no values."""
-        tables = itertools.chain.from_iterable(self._tables.get(part, ()) for part in module.modules())
-        return any(tensor is not None and tensor.is_meta for table in tables for tensor in table.values())
+        Raises:
+            TrialError: there are no real tensors.
+        """
+        parts = list(module.modules())
+        tensors = [t for part in parts for table in self._tables.get(part, []) for t in table.values() if t is not None]
+        if any(tensor.is_meta for tensor in tensors):
+            raise TrialError("its parameters are on the meta device: trace the model with real parameters")
+        devices = [device] if device.type != "cpu" else []
+        with without_fake_mode(), torch.random.fork_rng(devices, device_type=device.type):
+            copies = {id(tensor): tensor.detach().to(device, copy=True) for tensor in tensors}
+            for part in parts:
+                for table, originals in zip(named_tensors(part), self._tables.get(part, [{}, {}]), strict=True):
+                    table.update({k: None if t is None else copies[id(t)] for k, t in originals.items()})
+            yield
 
 
-def run_on_random_inputs(
-    unit: Unit,
-    arguments: Structure,
-    values: Sequence[torch.Tensor | Size],
-    originals: Originals,
-    device: torch.device,
-    reason: Exception,
-) -> tuple[list[torch.Tensor], Structure]:
-    """What the unit returns for inputs like `values`: fake tensors of the same metadata, and the structure.
+@dataclasses.dataclass(frozen=True)
+class UnitTrial:
+    """What is needed to run one call of a unit on plain sizes.
 
-    Floating-point inputs are normal, integers 0, booleans true. With symbolic sizes the unit runs twice, with different
-    sizes, to see how its results depend on them. Neither the unit nor any random state changes.
+    With symbolic sizes the unit runs twice, with different sizes, to see how its results depend on them.
 
-    Args:
-        reason: why the unit cannot be run on fake tensors.
-
-    Raises:
-        CaptureError: the unit depends on the values of tensors, and has no real parameters or fails on such inputs.
-        Exception: `reason` itself, if it is the unit's own failure.
+    Attributes:
+        unit: it is left as it was.
+        arguments: of the call.
+        values: the tensors and sizes for which others stand in: normal random numbers where they are floating-point,
+            0 where they are integers, true where they are booleans.
     """
-    if originals.on_meta(unit.module):
-        _refuse(unit, "its parameters are on the meta device: trace the model with real parameters", reason)
-    trials = [_run(unit, arguments, values, originals, device, scaled, reason) for scaled in _scalings(values)]
-    structure = trials[0][1]
-    sizes = [size for value in values for size in (value.shape if isinstance(value, torch.Tensor) else (value,))]
-    results = zip(*(tensors for tensors, _ in trials), strict=True)
-    return [_like(result, sizes, unit) for result in results], structure
+
+    unit: Unit
+    arguments: Structure
+    values: Sequence[torch.Tensor | Size]
+
+    def run_really(self, originals: Originals, device: torch.device) -> tuple[list[torch.Tensor], Structure]:
+        """As `run`, with real tensors on `device`."""
+        return self._infer(
+            [self._run(scaling, originals.in_place(self.unit.module, device)) for scaling in self._scalings()]
+        )
+
+    def run(self) -> tuple[list[torch.Tensor], Structure]:
+        """Fake tensors with the metadata of the unit's results, and their structure.
+
+        Raises:
+            TrialError: the unit failed, or how the sizes of its results follow from those of the values was not seen.
+        """
+        return self._infer([self._run(scaling, contextlib.nullcontext()) for scaling in self._scalings()])
+
+    def _sizes(self) -> list[Size]:
+        return [size for v in self.values for size in (v.shape if isinstance(v, torch.Tensor) else (v,))]
+
+    def _scalings(self) -> list[Scaling]:
+        """Sizes as they are, and each symbol multiplied by a prime of its own: products then differ from symbols."""
+        symbols = dict.fromkeys(symbol for size in self._sizes() for symbol in size_symbols(size))
+        if len(symbols) > len(_FACTORS):
+            raise TrialError("its inputs have too many sizes")
+        return [None, dict(zip(symbols, _FACTORS, strict=False))] if symbols else [None]
+
+    def _run(
+        self, scaling: Scaling, surroundings: contextlib.AbstractContextManager[None]
+    ) -> tuple[list[torch.Tensor], Structure]:
+        with preserved(self.unit.module), surroundings:
+            values = [
+                _stand_in(v, scaling) if isinstance(v, torch.Tensor) else size_at(v, scaling) for v in self.values
+            ]
+            args, kwargs = self.arguments.rebuild(values)
+            try:
+                result = call_uncompiled(self.unit.module, *args, **kwargs)
+            except Exception as error:
+                raise TrialError(f"on random inputs it failed with {type(error).__name__}: {error}") from error
+        return flatten_outputs(result, f"unit {self.unit.path}")
+
+    def _infer(self, trials: list[tuple[list[torch.Tensor], Structure]]) -> tuple[list[torch.Tensor], Structure]:
+        first, last = trials[0], trials[-1]
+        if first[1] != last[1]:
+            raise TrialError("what it returns depends on the sizes of its inputs")
+        return [self._fake(one, other) for one, other in zip(first[0], last[0], strict=True)], first[1]
+
+    def _fake(self, plain: torch.Tensor, scaled: torch.Tensor) -> torch.Tensor:
+        if plain.shape == scaled.shape:
+            return torch.empty_strided(plain.shape, plain.stride(), dtype=plain.dtype, device=plain.device)
+        shape = [self._symbolic(one, other) for one, other in zip(plain.shape, scaled.shape, strict=True)]
+        return torch.empty(shape, dtype=plain.dtype, device=plain.device)
+
+    def _symbolic(self, plain: int, scaled: int) -> Size:
+        """The size, or product of two sizes, of the values that was seen as `plain` and as `scaled`."""
+        if plain == scaled:
+            return plain
+        scaling, sizes = self._scalings()[1], self._sizes()
+        products = (one * other for one, other in itertools.combinations_with_replacement(sizes, 2))
+        for size in itertools.chain(sizes, products):
+            if (size_at(size), size_at(size, scaling)) == (plain, scaled):
+                return size
+        raise TrialError(f"how its results come by the size {plain} was not understood")
 
 
-def _scalings(values: Sequence[torch.Tensor | Size]) -> list[bool]:
-    sizes = itertools.chain.from_iterable(v.shape if isinstance(v, torch.Tensor) else (v,) for v in values)
-    return [False, True] if any(size_symbols(size) for size in sizes) else [False]
-
-
-def _run(
-    unit: Unit,
-    arguments: Structure,
-    values: Sequence[torch.Tensor | Size],
-    originals: Originals,
-    device: torch.device,
-    scaled: bool,
-    reason: Exception,
-) -> tuple[list[torch.Tensor], Structure]:
-    with without_fake_mode(), torch.random.fork_rng([device] if device.type != "cpu" else [], device_type=device.type):
-        originals.put_copies(unit.module, device)
-        inputs = [_random_like(v, scaled) if isinstance(v, torch.Tensor) else size_at(v, scaled) for v in values]
-        args, kwargs = arguments.rebuild(inputs)
-        try:
-            return flatten_outputs(call_uncompiled(unit.module, *args, **kwargs), f"unit {unit.path}")
-        except Exception as error:
-            _refuse(unit, f"on random inputs it failed with {type(error).__name__}: {error}", reason)
-
-
-def _refuse(unit: Unit, found: str, reason: Exception) -> NoReturn:
-    if not isinstance(reason, DATA_DEPENDENT_ERRORS):
-        raise reason
-    raise CaptureError(
-        f"unit {unit.path} ({type(unit.module).__name__}) depends on the values of tensors, so a real run is needed to know "
-        f"what it returns; but {found}."
-    ) from reason
-
-
-def _random_like(value: torch.Tensor, scaled: bool) -> torch.Tensor:
-    shape = [size_at(size, scaled) for size in value.shape]
+def _stand_in(value: torch.Tensor, scaling: Scaling) -> torch.Tensor:
+    shape = [size_at(size, scaling) for size in value.shape]
     if value.dtype == torch.bool:
         return torch.ones(shape, dtype=value.dtype, device=value.device)
     if value.dtype.is_floating_point or value.dtype.is_complex:
         return torch.randn(shape, device=value.device).to(value.dtype)
     return torch.zeros(shape, dtype=value.dtype, device=value.device)
-
-
-def _like(trials: tuple[torch.Tensor, ...], sizes: Sequence[Size], unit: Unit) -> torch.Tensor:
-    first = trials[0]
-    if len({tuple(trial.shape) for trial in trials}) == 1:
-        return torch.empty_strided(first.shape, first.stride(), dtype=first.dtype, device=first.device)
-    shape = [_symbolic(seen, sizes, unit) for seen in zip(*(trial.shape for trial in trials), strict=True)]
-    return torch.empty(shape, dtype=first.dtype, device=first.device)
-
-
-def _symbolic(seen: tuple[int, ...], sizes: Sequence[Size], unit: Unit) -> Size:
-    """The size, or product of two sizes, that was `seen` in the plain and in the scaled trial."""
-    if seen[0] == seen[1]:
-        return seen[0]
-    products = (one * other for one, other in itertools.combinations_with_replacement(sizes, 2))
-    for size in itertools.chain(sizes, products):
-        if (size_at(size, False), size_at(size, True)) == seen:
-            return size
-    raise CaptureError(
-        f"unit {unit.path} ({type(unit.module).__name__}) depends on the values of tensors, and how the sizes that it "
-        f"returns ({seen[0]}, {seen[1]}) follow from those of its inputs was not understood."
-    )

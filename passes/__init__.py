@@ -35,17 +35,20 @@ __all__ = [
 
 def pipeline(custom: Sequence[GraphTransform | SchedulePass] = ()) -> tuple[SchedulePass, ...]:
     """All passes in order; ``custom`` ones run on the assigned graph, before dependencies are derived and verified."""
-    P = Property
     return (
-        SchedulePass(lower_stages, ensures=frozenset({P.LOWERED})),
-        SchedulePass(insert_checkpoints, frozenset({P.LOWERED}), frozenset({P.CHECKPOINTED})),
-        SchedulePass(evacuate_gradients, frozenset({P.LOWERED}), frozenset({P.EVACUATED})),
-        SchedulePass(stream_weights, frozenset({P.CHECKPOINTED}), frozenset({P.STREAMED})),
-        SchedulePass(release_values, frozenset({P.CHECKPOINTED}), frozenset({P.RELEASED})),
-        SchedulePass(assign_slots, frozenset({P.STREAMED}), frozenset({P.SLOTS_ASSIGNED})),
-        SchedulePass(assign_slabs, frozenset({P.EVACUATED}), frozenset({P.SLABS_ASSIGNED})),
-        SchedulePass(hoist_prefetches, frozenset({P.SLOTS_ASSIGNED})),
+        SchedulePass(lower_stages, ensures=frozenset({Property.LOWERED})),
+        SchedulePass(insert_checkpoints, frozenset({Property.LOWERED}), frozenset({Property.CHECKPOINTED})),
+        SchedulePass(evacuate_gradients, frozenset({Property.LOWERED}), frozenset({Property.EVACUATED})),
+        SchedulePass(stream_weights, frozenset({Property.CHECKPOINTED}), frozenset({Property.STREAMED})),
+        SchedulePass(release_values, frozenset({Property.CHECKPOINTED}), frozenset({Property.RELEASED})),
+        SchedulePass(assign_slots, frozenset({Property.STREAMED}), frozenset({Property.SLOTS_ASSIGNED})),
+        SchedulePass(assign_slabs, frozenset({Property.EVACUATED}), frozenset({Property.SLABS_ASSIGNED})),
+        SchedulePass(hoist_prefetches, frozenset({Property.SLOTS_ASSIGNED})),
         *(one if isinstance(one, SchedulePass) else SchedulePass(one) for one in custom),
-        SchedulePass(add_dependencies, frozenset({P.SLOTS_ASSIGNED, P.SLABS_ASSIGNED}), frozenset({P.VERIFIED})),
-        SchedulePass(prune_dependencies, frozenset({P.VERIFIED}), frozenset({P.PRUNED})),
+        SchedulePass(
+            add_dependencies,
+            frozenset({Property.SLOTS_ASSIGNED, Property.SLABS_ASSIGNED}),
+            frozenset({Property.VERIFIED}),
+        ),
+        SchedulePass(prune_dependencies, frozenset({Property.VERIFIED}), frozenset({Property.PRUNED})),
     )

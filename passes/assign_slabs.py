@@ -10,7 +10,9 @@ from megatrain_fx.passes.residency import Use, buffers_needed, size_classes
 def assign_slabs(module: fx.GraphModule) -> fx.GraphModule:
     """Replace ``slab.use<n>.device`` and ``.host`` by slabs in rotation, large and small regions apart."""
     facts = facts_of(module)
-    carried = [(operation_of(n).reads[0], number_of(operation_of(n).writes[0])) for n in nodes_of(module, Op.ACCUMULATE)]
+    carried = [
+        (operation_of(n).reads[0], number_of(operation_of(n).writes[0])) for n in nodes_of(module, Op.ACCUMULATE)
+    ]
     home = {slab.removesuffix(".host"): region for slab, region in carried}
     classes = size_classes([region.gradient_bytes for region in facts.regions])
     groups = _uses(module)

@@ -8,11 +8,10 @@ from megatrain_fx.passes.residency import Use, assign, buffers_needed, size_clas
 
 
 def assign_slots(module: fx.GraphModule) -> fx.GraphModule:
-    """Replace ``slot.use<n>`` by ``slot.<k>``, dropping prefetches of regions that are resident and the releases before."""
+    """Replace ``slot.use<n>`` by ``slot.<k>``, without prefetches of regions that are resident, nor the releases before."""
     facts = facts_of(module)
     region_of = {
-        operation_of(node).writes[0]: number_of(operation_of(node).reads[0])
-        for node in nodes_of(module, Op.PREFETCH)
+        operation_of(node).writes[0]: number_of(operation_of(node).reads[0]) for node in nodes_of(module, Op.PREFETCH)
     }
     groups = _uses(module)
     uses = [Use(tuple(region_of[slot] for slot in group)) for group in groups]

@@ -11,8 +11,8 @@ _RELEASED = (BufferKind.VALUE, BufferKind.GRADIENT_VALUE, BufferKind.CHECKPOINT,
 def release_values(module: fx.GraphModule) -> fx.GraphModule:
     """Release each value after its last use; gradients of the caller's inputs stay, since the caller takes them.
 
-    A checkpoint lives until its stage has gone backward, even if the stage need not be rerun: another call in between, or
-    a second backward, makes the backward start from checkpoints alone.
+    A checkpoint lives until its stage has gone backward, even if the stage need not be rerun: another call in
+    between, or a second backward, makes the backward start from checkpoints alone.
     """
     last_use: dict[str, fx.Node] = {}
     for node in nodes_of(module):

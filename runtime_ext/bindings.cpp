@@ -16,17 +16,15 @@
 #include "gate.h"
 #include "instruction_bindings.h"
 #include "runtime.h"
+#include "signals.h"
 
 namespace py = pybind11;
 
 namespace megatrain {
 
-namespace {
+void register_optimizer(py::module_& module);  // optimizer_bindings.cpp
 
-void check_signals() {
-  py::gil_scoped_acquire gil;
-  if (PyErr_CheckSignals() != 0) throw py::error_already_set();
-}
+namespace {
 
 using SegmentTuple = std::tuple<std::int64_t, std::int64_t, at::ScalarType, int>;
 
@@ -55,7 +53,8 @@ void register_gate(py::module_& module) {
       .def("fail", &Gate::fail, py::arg("message"))
       .def("reset", &Gate::reset)
       .def(
-          "wait", [](Gate& gate) { gate.wait(check_signals); }, py::call_guard<py::gil_scoped_release>())
+          "wait", [](Gate& gate) { gate.wait(check_python_signals); },
+          py::call_guard<py::gil_scoped_release>())
       .def_property_readonly("is_open", &Gate::is_open);
 }
 
@@ -73,10 +72,10 @@ void register_runtime(py::module_& module) {
       .def(py::init<c10::Device, std::optional<std::uint64_t>, std::int64_t>(), py::arg("device"),
            py::arg("chaos_seed") = py::none(), py::arg("chaos_delay_us") = 2000)
       .def(
-          "synchronize", [](Runtime& runtime) { runtime.synchronize(check_signals); },
+          "synchronize", [](Runtime& runtime) { runtime.synchronize(check_python_signals); },
           py::call_guard<py::gil_scoped_release>())
       .def(
-          "close", [](Runtime& runtime) { runtime.close(check_signals); },
+          "close", [](Runtime& runtime) { runtime.close(check_python_signals); },
           py::call_guard<py::gil_scoped_release>())
       .def_property_readonly("device", &Runtime::device)
       .def_property_readonly("chaos", &Runtime::chaos);
@@ -95,4 +94,5 @@ PYBIND11_MODULE(_runtime, module) {
   megatrain::register_runtime(module);
   megatrain::register_instruction(module);
   megatrain::register_executor(module);
+  megatrain::register_optimizer(module);
 }

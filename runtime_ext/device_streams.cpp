@@ -8,7 +8,7 @@ namespace megatrain {
 
 namespace {
 
-constexpr std::chrono::microseconds kEventPollPeriod{50};
+constexpr std::chrono::microseconds kPollPeriod{50};
 
 }  // namespace
 
@@ -64,7 +64,11 @@ void DeviceStreams::drain() {
 }
 
 void wait_on_host(const c10::Event& event) {
-  while (!event.query()) std::this_thread::sleep_for(kEventPollPeriod);
+  while (!event.query()) std::this_thread::sleep_for(kPollPeriod);
+}
+
+void wait_on_host(const c10::Stream& stream) {
+  while (!stream.query()) std::this_thread::sleep_for(kPollPeriod);
 }
 
 }  // namespace megatrain

@@ -45,8 +45,9 @@ class DeviceStreams {
   c10::Event d2h_tail_;
 };
 
-// Blocks until the device has reached the event, sleeping between looks: transfers take milliseconds, and a
-// spinning lane would take a core away from the CPU optimizer.
+// Blocks until the device has reached the event, or the end of the stream, sleeping between looks: transfers
+// take milliseconds, and a spinning lane would take a core away from the CPU optimizer.
 void wait_on_host(const c10::Event& event);
+void wait_on_host(const c10::Stream& stream);
 
 }  // namespace megatrain

@@ -7,7 +7,8 @@
 #if defined(__clang__)
 #pragma STDC FP_CONTRACT OFF
 #elif defined(__GNUC__)
-// fp-contract=off keeps a * b + c two roundings. no-math-errno lets sqrt be one instruction; errno is never read.
+// fp-contract=off keeps a * b + c two roundings. no-math-errno lets sqrt be one instruction; errno is never
+// read.
 #pragma GCC optimize("fp-contract=off", "no-math-errno")
 #endif
 

@@ -4,10 +4,12 @@
 #include <ATen/record_function.h>
 #include <c10/core/DeviceGuard.h>
 
+#include <algorithm>
 #include <stdexcept>
 #include <utility>
 
 #include "failure.h"
+#include "signals.h"
 #include "transfer.h"
 
 namespace megatrain {
@@ -21,9 +23,15 @@ std::vector<Step> steps_of(const std::vector<Instruction>& instructions) {
   return steps;
 }
 
-void check_python_signals() {
-  pybind11::gil_scoped_acquire gil;
-  if (PyErr_CheckSignals() != 0) throw pybind11::error_already_set();
+bool has_cpu_tensor(const std::vector<at::Tensor>& tensors) {
+  return std::any_of(tensors.begin(), tensors.end(),
+                     [](const at::Tensor& tensor) { return tensor.is_cpu(); });
+}
+
+bool is_done_by_host(const Operation& operation) {
+  const auto* copy = std::get_if<Copy>(&operation);
+  return std::holds_alternative<RunTask>(operation) ||
+         (copy != nullptr && copy->source.is_cpu() && copy->target.is_cpu());
 }
 
 }  // namespace
@@ -51,8 +59,8 @@ void Executor::make_events() {
     if (step(index).lane != Lane::host && !step(index).opens.empty()) events_[index].emplace(type);
     for (std::size_t dependency : step(index).waits) {
       const Lane lane = step(dependency).lane;
-      if (lane != Lane::host && lane != step(index).lane && !events_[dependency])
-        events_[dependency].emplace(type);
+      const bool crosses = lane != Lane::host && lane != step(index).lane;
+      if (crosses && !events_[dependency]) events_[dependency].emplace(type);
     }
   }
 }
@@ -88,7 +96,7 @@ std::optional<Failure> Executor::run_without_gil(std::size_t begin, std::size_t 
 void Executor::order_streams(std::size_t begin, std::size_t end) {
   const bool was_last = runtime_->exchange_last_user(this) == this;
   const bool continues = begin > 0 && begin >= previous_end_ && was_last;
-  previous_end_ = end;
+  previous_end_ = begin == 0 ? end : std::max(previous_end_, end);
   if (continues) {
     runtime_->streams()->follow_compute(*compute_stream_);
   } else {
@@ -118,11 +126,17 @@ void Executor::perform(std::size_t index) {
   runtime_->delay(instruction.step.lane);
   at::RecordFunction record(at::RecordScope::USER_SCOPE);
   if (record.isActive()) record.before(instruction.step.name);
+  if (is_done_by_host(instruction.operation)) await_stream(index);
   operate(instruction.operation);
-  if (runtime_->chaos()) {
+  if (runtime_->chaos() && !instruction.poison.empty()) {
+    if (has_cpu_tensor(instruction.poison)) await_stream(index);
     for (const at::Tensor& tensor : instruction.poison) poison(tensor);
   }
   mark_end(index);
+}
+
+void Executor::await_stream(std::size_t index) {
+  if (const std::optional<c10::Stream> stream = stream_of(index)) wait_on_host(*stream);
 }
 
 void Executor::operate(const Operation& operation) {

@@ -39,6 +39,9 @@ class Executor : public Dispatcher {
   // Orders this run's streams after what was issued before it. A run that goes on where the last one ended
   // keeps its prefetches ahead of compute; any other might reuse slots that are still being read.
   void order_streams(std::size_t begin, std::size_t end);
+  // Blocks until the operation's stream, if it has one, has done what was issued: before the host touches
+  // memory that this work may still use.
+  void await_stream(std::size_t index);
   void operate(const Operation& operation);
   void mark_end(std::size_t index);
   void make_events();

@@ -23,15 +23,35 @@ using Gates = std::vector<std::shared_ptr<Gate>>;
 using Tensors = std::vector<at::Tensor>;
 using Positions = std::vector<std::size_t>;
 
-Instruction make_instruction(std::string name, Lane lane, Operation operation, Positions waits,
-                             Tensors poison, Gates gates, Gates opens) {
+Operation make_copy(at::Tensor source, at::Tensor target) {
+  return Copy{std::move(source), std::move(target)};
+}
+Operation make_call(py::object function) { return Call{std::move(function)}; }
+Operation make_task(std::shared_ptr<Task> task) { return RunTask{std::move(task)}; }
+Operation make_mark() { return Mark{}; }
+
+void check_poison(const std::string& name, const Tensors& poison) {
   for (const at::Tensor& tensor : poison) {
     if (!tensor.is_contiguous()) {
       throw std::invalid_argument("operation " + name + " can only poison contiguous tensors");
     }
   }
-  Step step{std::move(name), lane, std::move(waits), std::move(gates), std::move(opens)};
-  return {std::move(step), std::move(operation), std::move(poison)};
+}
+
+// A static constructor of one kind of instruction: `operands` stand between the lane and the waits.
+template <typename... Operand, typename... Argument>
+void define_kind(py::class_<Instruction>& instruction, const char* kind, Operation (*make)(Operand...),
+                 Argument... operands) {
+  instruction.def_static(
+      kind,
+      [make](std::string name, Lane lane, Operand... operand, Positions waits, Tensors poison, Gates gates,
+             Gates opens) {
+        check_poison(name, poison);
+        Step step{std::move(name), lane, std::move(waits), std::move(gates), std::move(opens)};
+        return Instruction{std::move(step), make(std::move(operand)...), std::move(poison)};
+      },
+      py::arg("name"), py::arg("lane"), operands..., py::arg("waits"), py::kw_only(),
+      py::arg("poison") = Tensors{}, py::arg("gates") = Gates{}, py::arg("opens") = Gates{});
 }
 
 // What a garbage-collected binding owns; none while __init__ has not run yet.
@@ -84,45 +104,12 @@ py::custom_type_setup garbage_collected() {
 }  // namespace
 
 void register_instruction(py::module_& module) {
-  using py::arg;
-  const auto options = [](auto&& define) {
-    define(arg("poison") = Tensors{}, arg("gates") = Gates{}, arg("opens") = Gates{});
-  };
   py::class_<Instruction> instruction(module, "Instruction", "One operation of a lowered schedule.",
                                       garbage_collected<Instruction, visit_function, clear_function>());
-  options([&](auto... optional) {
-    instruction.def_static(
-        "copy",
-        [](std::string name, Lane lane, at::Tensor source, at::Tensor target, Positions waits, Tensors poison,
-           Gates gates, Gates opens) {
-          return make_instruction(std::move(name), lane, Copy{std::move(source), std::move(target)},
-                                  std::move(waits), std::move(poison), std::move(gates), std::move(opens));
-        },
-        arg("name"), arg("lane"), arg("source"), arg("target"), arg("waits"), py::kw_only(), optional...);
-    instruction.def_static(
-        "call",
-        [](std::string name, Lane lane, py::object function, Positions waits, Tensors poison, Gates gates,
-           Gates opens) {
-          return make_instruction(std::move(name), lane, Call{std::move(function)}, std::move(waits),
-                                  std::move(poison), std::move(gates), std::move(opens));
-        },
-        arg("name"), arg("lane"), arg("function"), arg("waits"), py::kw_only(), optional...);
-    instruction.def_static(
-        "task",
-        [](std::string name, Lane lane, std::shared_ptr<Task> task, Positions waits, Tensors poison,
-           Gates gates, Gates opens) {
-          return make_instruction(std::move(name), lane, RunTask{std::move(task)}, std::move(waits),
-                                  std::move(poison), std::move(gates), std::move(opens));
-        },
-        arg("name"), arg("lane"), arg("task").none(false), arg("waits"), py::kw_only(), optional...);
-    instruction.def_static(
-        "mark",
-        [](std::string name, Lane lane, Positions waits, Tensors poison, Gates gates, Gates opens) {
-          return make_instruction(std::move(name), lane, Mark{}, std::move(waits), std::move(poison),
-                                  std::move(gates), std::move(opens));
-        },
-        arg("name"), arg("lane"), arg("waits"), py::kw_only(), optional...);
-  });
+  define_kind(instruction, "copy", make_copy, py::arg("source"), py::arg("target"));
+  define_kind(instruction, "call", make_call, py::arg("function"));
+  define_kind(instruction, "task", make_task, py::arg("task").none(false));
+  define_kind(instruction, "mark", make_mark);
   instruction.def_property_readonly("name", [](const Instruction& self) { return self.step.name; })
       .def_property_readonly("lane", [](const Instruction& self) { return self.step.lane; })
       .def_property_readonly("waits", [](const Instruction& self) { return self.step.waits; });

@@ -1,13 +1,11 @@
 // LaneThread: one thread that runs jobs in the order in which they were pushed.
 #include "lane_thread.h"
 
-#include <unistd.h>
-
 #include <utility>
 
 namespace megatrain {
 
-LaneThread::LaneThread() : process_(getpid()), thread_([this] { loop(); }) {}
+LaneThread::LaneThread() : thread_([this] { loop(); }) {}
 
 LaneThread::~LaneThread() { close(); }
 
@@ -26,11 +24,6 @@ void LaneThread::drain() {
 
 void LaneThread::close() {
   if (!thread_.joinable()) return;
-  // After fork() the child has this object but not its thread, which therefore cannot be joined.
-  if (process_ != getpid()) {
-    thread_.detach();
-    return;
-  }
   {
     std::lock_guard<std::mutex> lock(mutex_);
     closed_ = true;

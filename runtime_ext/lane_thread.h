@@ -1,8 +1,6 @@
 // LaneThread: one thread that runs jobs in the order in which they were pushed.
 #pragma once
 
-#include <sys/types.h>
-
 #include <condition_variable>
 #include <deque>
 #include <functional>
@@ -34,7 +32,6 @@ class LaneThread {
   std::deque<std::function<void()>> jobs_;
   bool busy_ = false;
   bool closed_ = false;
-  pid_t process_;
   std::thread thread_;  // Last: it uses the members above.
 };
 

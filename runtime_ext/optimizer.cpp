@@ -10,7 +10,8 @@
 namespace megatrain {
 namespace {
 
-/// Threads get whole pages of the narrowest array (2048 bfloat16), so that none shares a page or a cache line.
+/// Threads get whole pages of the narrowest array (2048 bfloat16), so that none shares a page or a cache
+/// line.
 constexpr int64_t kGranule = 2048;
 
 /// Below this many elements a part, waking a thread costs more than it saves.

@@ -18,8 +18,8 @@ std::vector<InstructionSet> supported_instruction_sets();
 /// "scalar", "avx2" or "avx512".
 std::string name_of(InstructionSet instruction_set);
 
-/// The named instruction set; "auto" is the best supported one. Throws std::invalid_argument for a name that is
-/// unknown or that this processor lacks.
+/// The named instruction set; "auto" is the best supported one. Throws std::invalid_argument for a name that
+/// is unknown or that this processor lacks.
 InstructionSet instruction_set_named(const std::string& name);
 
 /// The key of Region::stochastic_key, written to key[0] and key[1], for one region's seed and one step.
@@ -30,8 +30,8 @@ template <class Optimizer>
 void update_region(WorkerPool& pool, const Region& region, const Optimizer& optimizer,
                    InstructionSet instruction_set);
 
-/// The sum of the squares of the region's gradients, each exact, added in float64 in an order that depends on the
-/// region's size alone. Inf if any is infinite, NaN if any is NaN. `grad_scale` counts as in a step.
+/// The sum of the squares of the region's gradients, each exact, added in float64 in an order that depends on
+/// the region's size alone. Inf if any is infinite, NaN if any is NaN. `grad_scale` counts as in a step.
 double squared_norm(WorkerPool& pool, const Region& region, InstructionSet instruction_set);
 
 }  // namespace megatrain

@@ -8,7 +8,8 @@
 #include <cstdint>
 
 #if defined(__clang__)
-#pragma clang attribute push(__attribute__((target("avx512f,avx512bw,avx512dq,avx512vl"))), apply_to = function)
+#pragma clang attribute push(__attribute__((target("avx512f,avx512bw,avx512dq,avx512vl"))), \
+                             apply_to = function)
 #else
 #pragma GCC target("avx512f,avx512bw,avx512dq,avx512vl")
 // GCC's intrinsics start from registers left undefined on purpose, of which GCC 12 warns (its bug 105593).

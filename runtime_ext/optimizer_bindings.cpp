@@ -22,7 +22,8 @@ using OptionalTensor = std::optional<at::Tensor>;
 
 std::string describe(const at::Tensor& tensor) {
   std::string text = std::string(c10::toString(tensor.scalar_type())) + "[";
-  for (int64_t dim = 0; dim < tensor.dim(); ++dim) text += (dim ? ", " : "") + std::to_string(tensor.size(dim));
+  for (int64_t dim = 0; dim < tensor.dim(); ++dim)
+    text += (dim ? ", " : "") + std::to_string(tensor.size(dim));
   return text + "] on " + tensor.device().str();
 }
 
@@ -70,12 +71,14 @@ void check_options(const StepArguments& given, at::ScalarType dtype) {
                          "; only a BFloat16 parameter has one, give None");
   }
   if (given.stochastic_seed && (given.remainder || dtype != at::kBFloat16)) {
-    throw py::value_error(given.function +
-                          ": stochastic_seed was given, but nothing is rounded here: the master is exact float32; "
-                          "give None, or BFloat16 parameters without a remainder");
+    throw py::value_error(
+        given.function +
+        ": stochastic_seed was given, but nothing is rounded here: the master is exact float32; "
+        "give None, or BFloat16 parameters without a remainder");
   }
   if (given.step < 1) {
-    throw py::value_error(given.function + ": step is " + std::to_string(given.step) + "; the first step is 1");
+    throw py::value_error(given.function + ": step is " + std::to_string(given.step) +
+                          "; the first step is 1");
   }
 }
 
@@ -124,15 +127,17 @@ void adamw_step(WorkerPool& pool, const at::Tensor& param, const at::Tensor& gra
                 const at::Tensor& exp_avg_sq, const OptionalTensor& remainder, double lr, double beta1,
                 double beta2, double eps, double weight_decay, int64_t step, double grad_scale,
                 std::optional<uint64_t> stochastic_seed, bool decoupled, const std::string& instruction_set) {
-  const StepArguments given{"adamw_step", param, grad,       {{"exp_avg", exp_avg}, {"exp_avg_sq", exp_avg_sq}},
-                            remainder,    step,  grad_scale, stochastic_seed};
+  const StepArguments given{
+      "adamw_step", param, grad,       {{"exp_avg", exp_avg}, {"exp_avg_sq", exp_avg_sq}},
+      remainder,    step,  grad_scale, stochastic_seed};
   run_step(pool, given, AdamW({lr, beta1, beta2, eps, weight_decay, step, decoupled}), instruction_set);
 }
 
 void sgd_step(WorkerPool& pool, const at::Tensor& param, const at::Tensor& grad,
-              const OptionalTensor& momentum_buffer, const OptionalTensor& remainder, double lr, double momentum,
-              double dampening, double weight_decay, bool nesterov, int64_t step, double grad_scale,
-              std::optional<uint64_t> stochastic_seed, const std::string& instruction_set) {
+              const OptionalTensor& momentum_buffer, const OptionalTensor& remainder, double lr,
+              double momentum, double dampening, double weight_decay, bool nesterov, int64_t step,
+              double grad_scale, std::optional<uint64_t> stochastic_seed,
+              const std::string& instruction_set) {
   StepArguments given{"sgd_step", param, grad, {}, remainder, step, grad_scale, stochastic_seed};
   if (momentum == 0.0) {
     run_step(pool, given, Sgd(lr, weight_decay), instruction_set);
@@ -171,22 +176,26 @@ double squared_norm_of(WorkerPool& pool, const at::Tensor& grad, const std::stri
 
 std::vector<std::string> instruction_sets() {
   std::vector<std::string> names;
-  for (InstructionSet instruction_set : supported_instruction_sets()) names.push_back(name_of(instruction_set));
+  for (InstructionSet instruction_set : supported_instruction_sets())
+    names.push_back(name_of(instruction_set));
   return names;
 }
 
 }  // namespace
 
 void register_optimizer(pybind11::module_& m) {
-  py::class_<WorkerPool>(m, "WorkerPool", "A fixed set of threads for CPU optimizer steps, the caller included.")
+  py::class_<WorkerPool>(m, "WorkerPool",
+                         "A fixed set of threads for CPU optimizer steps, the caller included.")
       .def(py::init<int>(), py::arg("threads"))
       .def_property_readonly("threads", &WorkerPool::threads);
-  m.def("instruction_sets", &instruction_sets, "Instruction sets that have kernels on this processor, best first.");
+  m.def("instruction_sets", &instruction_sets,
+        "Instruction sets that have kernels on this processor, best first.");
   m.def("adamw_step", &adamw_step, py::arg("pool"), py::arg("param"), py::arg("grad"), py::arg("exp_avg"),
         py::arg("exp_avg_sq"), py::arg("remainder"), py::kw_only(), py::arg("lr"), py::arg("beta1"),
-        py::arg("beta2"), py::arg("eps"), py::arg("weight_decay"), py::arg("step"), py::arg("grad_scale") = 1.0,
-        py::arg("stochastic_seed") = py::none(), py::arg("decoupled") = true,
-        py::arg("instruction_set") = "auto", "One AdamW step (Adam if not decoupled) of a flat region, in place.");
+        py::arg("beta2"), py::arg("eps"), py::arg("weight_decay"), py::arg("step"),
+        py::arg("grad_scale") = 1.0, py::arg("stochastic_seed") = py::none(), py::arg("decoupled") = true,
+        py::arg("instruction_set") = "auto",
+        "One AdamW step (Adam if not decoupled) of a flat region, in place.");
   m.def("sgd_step", &sgd_step, py::arg("pool"), py::arg("param"), py::arg("grad"), py::arg("momentum_buffer"),
         py::arg("remainder"), py::kw_only(), py::arg("lr"), py::arg("momentum"), py::arg("dampening"),
         py::arg("weight_decay"), py::arg("nesterov"), py::arg("step"), py::arg("grad_scale") = 1.0,
@@ -197,7 +206,8 @@ void register_optimizer(pybind11::module_& m) {
         py::arg("weight_decay"), py::arg("step"), py::arg("grad_scale") = 1.0,
         py::arg("stochastic_seed") = py::none(), py::arg("instruction_set") = "auto",
         "One Lion step of a flat region, in place.");
-  m.def("squared_norm", &squared_norm_of, py::arg("pool"), py::arg("grad"), py::arg("instruction_set") = "auto",
+  m.def("squared_norm", &squared_norm_of, py::arg("pool"), py::arg("grad"),
+        py::arg("instruction_set") = "auto",
         "The sum of the squares of a flat gradient, accumulated in float64 in a fixed order.");
 }
 

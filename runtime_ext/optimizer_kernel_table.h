@@ -11,11 +11,12 @@ namespace megatrain {
 template <class Optimizer>
 using UpdateKernel = int64_t (*)(const Region&, const Optimizer&, int64_t begin, int64_t end);
 
-/// Partial sums of squares: element i goes to lane i % kSquareLanes, so that the vector's width does not matter.
+/// Partial sums of squares: element i goes to lane i % kSquareLanes, so that the vector's width does not
+/// matter.
 constexpr int64_t kSquareLanes = 16;
 
-/// Adds the squares of the gradients of [begin, end) to kSquareLanes sums, in whole groups of kSquareLanes, and
-/// returns the first element that was left. `begin` is a multiple of kSquareLanes.
+/// Adds the squares of the gradients of [begin, end) to kSquareLanes sums, in whole groups of kSquareLanes,
+/// and returns the first element that was left. `begin` is a multiple of kSquareLanes.
 using SquaresKernel = int64_t (*)(const Region&, int64_t begin, int64_t end, double* sums);
 
 template <class Optimizer>

@@ -1,8 +1,8 @@
 /// Lion: one step of one vector of parameters. The shortest optimizer here, to copy when adding another.
 ///
-/// An optimizer is a class with the number of its float32 state tensors, its constants in float32, and `update`,
-/// written once for every vector and every precision. To add one: write such a file, name the class in
-/// optimizer_list.h, and bind a function that builds it in optimizer_bindings.cpp.
+/// An optimizer is a class with the number of its float32 state tensors, its constants in float32, and
+/// `update`, written once for every vector and every precision. To add one: write such a file, name the class
+/// in optimizer_list.h, and bind a function that builds it in optimizer_bindings.cpp.
 #pragma once
 
 #include "exact_arithmetic.h"

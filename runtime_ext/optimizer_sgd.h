@@ -24,7 +24,8 @@ struct Sgd {
   float negative_lr, weight_decay;
 };
 
-/// Gradient descent with momentum, plain or Nesterov (Sutskever et al., 2013, in the form of torch.optim.SGD).
+/// Gradient descent with momentum, plain or Nesterov (Sutskever et al., 2013, in the form of
+/// torch.optim.SGD).
 ///
 /// State: the momentum buffer, which the first step sets to the gradient whatever it held.
 struct SgdMomentum : Sgd {

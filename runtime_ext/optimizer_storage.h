@@ -41,7 +41,8 @@ MEGATRAIN_INLINE typename Vector::Bits random_low16(const Region& region, int64_
   return mix_bits(hash, region.stochastic_key[1] ^ upper).template shift_right<16>();
 }
 
-/// Rounds up with the probability that the dropped bits are of a unit in the last place; NaN to the quiet NaN.
+/// Rounds up with the probability that the dropped bits are of a unit in the last place; NaN to the quiet
+/// NaN.
 template <class Vector>
 MEGATRAIN_INLINE typename Vector::Bits round_stochastically(Vector number, typename Vector::Bits random) {
   using Bits = typename Vector::Bits;
@@ -50,6 +51,9 @@ MEGATRAIN_INLINE typename Vector::Bits round_stochastically(Vector number, typen
 
 /// float32 parameters and gradients.
 struct Float32Storage {
+  static constexpr int64_t kElementBytes = 4;
+  static constexpr bool kHasRemainder = false;
+
   template <class Vector>
   static MEGATRAIN_INLINE Vector load_grad(const Region& region, int64_t index) {
     const Vector grad = Vector::load(static_cast<const float*>(region.grad) + index);
@@ -67,6 +71,9 @@ struct Float32Storage {
 
 /// bfloat16 parameters and gradients; the updated parameter is rounded to nearest or stochastically.
 struct BFloat16Storage {
+  static constexpr int64_t kElementBytes = 2;
+  static constexpr bool kHasRemainder = false;
+
   template <class Vector>
   static MEGATRAIN_INLINE Vector load_grad(const Region& region, int64_t index) {
     const uint16_t* grads = static_cast<const uint16_t*>(region.grad);
@@ -92,9 +99,11 @@ struct BFloat16Storage {
 
 /// bfloat16 parameters with int16 remainders: bits(master) = (bits(param) << 16) + remainder, modulo 2^32.
 ///
-/// The parameter is the master's upper half rounded half up, so that the remainder is in [-2^15, 2^15) and the
-/// master comes back exactly, whatever it holds.
+/// The parameter is the master's upper half rounded half up, so that the remainder is in [-2^15, 2^15) and
+/// the master comes back exactly, whatever it holds.
 struct SplitStorage : BFloat16Storage {
+  static constexpr bool kHasRemainder = true;
+
   template <class Vector>
   static MEGATRAIN_INLINE Vector load_param(const Region& region, int64_t index) {
     using Bits = typename Vector::Bits;
@@ -107,7 +116,9 @@ struct SplitStorage : BFloat16Storage {
     const Bits bits = master.bits();
     // The remainder equals the master's low 16 bits read as a signed number: rounding up subtracts 2^16.
     bits.store_low16(region.remainder + index);
-    (bits + Bits(0x8000u)).template shift_right<16>().store_low16(static_cast<uint16_t*>(region.param) + index);
+    (bits + Bits(0x8000u))
+        .template shift_right<16>()
+        .store_low16(static_cast<uint16_t*>(region.param) + index);
   }
 };
 

@@ -3,6 +3,7 @@
 
 #include <ATen/Context.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
+#include <unistd.h>
 
 #include <stdexcept>
 
@@ -19,7 +20,7 @@ c10::Device with_index(c10::Device device) {
 }  // namespace
 
 Runtime::Runtime(c10::Device device, std::optional<std::uint64_t> chaos_seed, std::int64_t chaos_delay_us)
-    : device_(with_index(device)) {
+    : device_(with_index(device)), process_(getpid()) {
   if (chaos_delay_us < 0) throw std::invalid_argument("chaos_delay_us must not be negative");
   if (chaos_seed) chaos_.emplace(*chaos_seed, chaos_delay_us);
   if (!device_.is_cpu()) {
@@ -45,6 +46,9 @@ Runtime::Use::Use(Runtime& runtime, const Interrupt& interrupt) : runtime_(runti
 Runtime::Use::~Use() { runtime_.turn_.give_back(); }
 
 void Runtime::enter(const Interrupt& interrupt) {
+  if (process_ != getpid()) {
+    throw std::runtime_error("a runtime cannot be used in a forked process; create another one there");
+  }
   for (const auto& thread : threads_) {
     if (thread && thread->is_current()) {
       throw std::runtime_error("a runtime cannot be used from inside an operation that it runs");
@@ -69,7 +73,9 @@ void Runtime::close(const Interrupt& interrupt) {
 
 void Runtime::close_lanes() {
   closed_ = true;
-  for (const auto& thread : threads_) {
+  for (auto& thread : threads_) {
+    // What a forked process holds is a lane without its thread, which can neither be joined nor destroyed.
+    if (process_ != getpid()) static_cast<void>(thread.release());
     if (thread) thread->close();
   }
 }

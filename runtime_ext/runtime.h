@@ -2,6 +2,7 @@
 #pragma once
 
 #include <c10/core/Device.h>
+#include <sys/types.h>
 
 #include <array>
 #include <cstdint>
@@ -59,6 +60,7 @@ class Runtime {
   void close_lanes();
 
   c10::Device device_;
+  pid_t process_;  // fork() copies this object, but not the threads that it owns.
   std::optional<Chaos> chaos_;
   std::optional<DeviceStreams> streams_;
   std::array<std::unique_ptr<LaneThread>, kLanes.size()> threads_;  // None for compute.

@@ -105,15 +105,16 @@ WorkerPool::WorkerPool(int threads) : threads_(threads), process_(getpid()) {
 }
 
 WorkerPool::~WorkerPool() {
-  // A forked child has a copy of the crew without its threads: joining them, or destroying a condition variable
-  // on which they seem to wait, would never end. The copy is left alone.
+  // A forked child has a copy of the crew without its threads: joining them, or destroying a condition
+  // variable on which they seem to wait, would never end. The copy is left alone.
   if (getpid() != process_) static_cast<void>(crew_.release());
 }
 
 void WorkerPool::run(int parts, const std::function<void(int)>& part) {
   if (getpid() != process_) {
     throw std::runtime_error(
-        "WorkerPool: used in a process forked from the one that made it, where its threads do not exist; make a "
+        "WorkerPool: used in a process forked from the one that made it, where its threads do not exist; "
+        "make a "
         "pool in the child process");
   }
   if (parts < 1 || parts > threads_) {

@@ -1,10 +1,9 @@
-"""CPU optimizer kernels: equal to torch.optim bit for bit, and to themselves on every instruction set and thread count."""
+"""CPU optimizer kernels: torch.optim bit for bit, and the same on every instruction set and number of threads."""
 
 from __future__ import annotations
 
 import math
 import os
-import sys
 import threading
 from collections.abc import Callable, Iterator
 
@@ -20,9 +19,9 @@ ATEN_FUSES_MULTIPLY_ADD = torch.backends.cpu.get_cpu_capability() in ("AVX2", "A
 needs_aten_fma = pytest.mark.skipif(not ATEN_FUSES_MULTIPLY_ADD, reason="ATen runs without fused multiply-add")
 SIZE = 4096  # whole vectors for ATen, whose last, incomplete vector is computed with other roundings
 PRECISIONS = ("float32", "bfloat16", "bfloat16-split")
-ADAMW = dict(lr=1e-3, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.1)
-SGD = dict(lr=1e-2, momentum=0.9, dampening=0.0, weight_decay=0.1, nesterov=False)
-LION = dict(lr=1e-3, beta1=0.9, beta2=0.99, weight_decay=0.1)
+ADAMW = {"lr": 1e-3, "beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "weight_decay": 0.1}
+SGD = {"lr": 1e-2, "momentum": 0.9, "dampening": 0.0, "weight_decay": 0.1, "nesterov": False}
+LION = {"lr": 1e-3, "beta1": 0.9, "beta2": 0.99, "weight_decay": 0.1}
 
 
 @pytest.fixture(autouse=True)
@@ -96,9 +95,7 @@ def torch_adam(param: Tensor, decoupled: bool = True, **options: float) -> torch
     given = ADAMW | options
     kind = torch.optim.AdamW if decoupled else torch.optim.Adam
     betas = (given["beta1"], given["beta2"])
-    return kind(
-        [param], lr=given["lr"], betas=betas, eps=given["eps"], weight_decay=given["weight_decay"], fused=True
-    )
+    return kind([param], lr=given["lr"], betas=betas, eps=given["eps"], weight_decay=given["weight_decay"], fused=True)
 
 
 @needs_aten_fma
@@ -262,10 +259,8 @@ def stochastic_step(pool: _runtime.WorkerPool, master: Tensor, seed: int, step: 
     """bfloat16 numbers that one step of gradient descent from zero rounds to: master, stochastically."""
     param = torch.zeros(master.numel(), dtype=torch.bfloat16)
     grad = torch.full_like(param, -1.0)
-    _runtime.sgd_step(
-        pool, param, grad, None, None, **(SGD | dict(lr=master[0].item(), momentum=0.0)), step=step,
-        stochastic_seed=seed,
-    )  # fmt: skip
+    options = SGD | {"lr": master[0].item(), "momentum": 0.0, "stochastic_seed": seed}
+    _runtime.sgd_step(pool, param, grad, None, None, step=step, **options)
     return param
 
 
@@ -405,7 +400,8 @@ def test_pool_serves_several_callers() -> None:
     assert not wrong
 
 
-@pytest.mark.skipif(sys.platform == "win32", reason="no fork")
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork")
+@pytest.mark.filterwarnings("ignore:This process.*is multi-threaded:DeprecationWarning")
 def test_pool_in_a_forked_process_is_refused_and_does_not_hang() -> None:
     workers = [_runtime.WorkerPool(3)]
     grad = torch.ones(300_000)

@@ -1,13 +1,10 @@
-"""Lanes, waits, gates, poison and continuation of the C++ runtime, on the CPU and on CUDA."""
+"""Lanes, waits, poison and continuation of the C++ runtime, on the CPU and on CUDA."""
 
 from __future__ import annotations
 
 import random
-import shutil
-import subprocess
 import threading
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import pytest
 import torch
@@ -141,12 +138,18 @@ def test_waits_hold_without_chaos(make_runtime: MakeRuntime, device: torch.devic
 )
 def test_chaos_reveals_a_missing_dependency(without: tuple[str, str]) -> None:
     cpu = torch.device("cpu")
-    exact = []
-    for seed in range(3):
+    for seed in range(20):
         runtime = cpp.Runtime(cpu, chaos_seed=seed)
-        exact.append(Streamed(runtime, cpu, without).is_exact(runs=2))
+        exact = Streamed(runtime, cpu, without).is_exact(runs=2)
         runtime.close()
-    assert not all(exact)
+        if not exact:
+            return
+    pytest.fail("20 chaos runs gave the right numbers without the dependency")
+
+
+def random_waits(chooser: random.Random, count: int) -> list[list[int]]:
+    """For each of `count` operations, up to three earlier ones."""
+    return [sorted({chooser.randrange(i) for _ in range(chooser.randint(0, 3) if i else 0)}) for i in range(count)]
 
 
 def test_random_programs_keep_their_waits(make_runtime: MakeRuntime) -> None:
@@ -154,17 +157,18 @@ def test_random_programs_keep_their_waits(make_runtime: MakeRuntime) -> None:
     runtime = make_runtime(chaos_seed=7, chaos_delay_us=300)
     lanes = list(Lane.__members__.values())
     for _ in range(20):
-        count = chooser.randint(1, 40)
-        waits = [sorted({chooser.randrange(i) for _ in range(chooser.randint(0, 3))}) if i else [] for i in range(count)]
-        order: list[int] = []
+        waits = random_waits(chooser, chooser.randint(1, 40))
         instructions = [
-            Instruction.call(f"op {index}", chooser.choice(lanes), lambda _, index=index: order.append(index), waits[index])
-            for index in range(count)
+            Instruction.call(
+                f"op {index}", chooser.choice(lanes), lambda order, index=index: order.append(index), needed
+            )
+            for index, needed in enumerate(waits)
         ]
-        cpp.Executor(runtime, instructions).run(0, count, None)
-        assert sorted(order) == list(range(count))
+        order: list[int] = []
+        cpp.Executor(runtime, instructions).run(0, len(waits), order)
         when = {index: position for position, index in enumerate(order)}
-        assert all(when[dependency] < when[index] for index in range(count) for dependency in waits[index])
+        assert sorted(when) == list(range(len(waits)))
+        assert all(when[needed] < when[index] for index in when for needed in waits[index])
 
 
 def test_context_reaches_calls_on_every_lane(make_runtime: MakeRuntime) -> None:
@@ -282,21 +286,3 @@ def test_operations_are_labelled_in_profiles(make_runtime: MakeRuntime) -> None:
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
         executor.run(0, 1, None)
     assert "%7 = release compute slot.1" in [event.name for event in profile.events()]
-
-
-def test_host_lanes_under_the_thread_sanitizer(tmp_path: Path) -> None:
-    root = Path(__file__).parent.parent
-    compiler = shutil.which("g++") or shutil.which("clang++")
-    if compiler is None:
-        pytest.skip("no C++ compiler on this machine")
-    sanitize = [compiler, "-std=c++17", "-O1", "-fsanitize=thread", f"-I{root / 'runtime_ext'}", "-pthread"]
-    (tmp_path / "empty.cpp").write_text("int main() {}\n")
-    probe = [*sanitize, str(tmp_path / "empty.cpp"), "-o", str(tmp_path / "empty")]
-    if subprocess.run(probe, capture_output=True).returncode or subprocess.run(tmp_path / "empty").returncode:
-        pytest.skip(f"{compiler} cannot build and run programs with -fsanitize=thread")
-    sources = [root / "tests" / "cpp" / "lanes_stress.cpp"]
-    sources += [root / "runtime_ext" / f"{name}.cpp" for name in ("dispatcher", "gate", "lane_thread")]
-    subprocess.run([*sanitize, *map(str, sources), "-o", str(tmp_path / "lanes_stress")], check=True)
-    stress = subprocess.run([tmp_path / "lanes_stress", "200", "1"], capture_output=True, text=True)
-    assert stress.returncode == 0, stress.stderr
-    assert stress.stdout == "200 random programs held\n"

@@ -172,46 +172,6 @@ def test_a_signal_interrupts_a_blocked_run(runtime: cpp.Runtime, where: str) -> 
     executor.run(0, 1 + len(inline), None)
 
 
-def test_gates_hold_a_later_run_back(runtime: cpp.Runtime) -> None:
-    gate, done, order = cpp.Gate(), cpp.Gate(), []
-    executor = cpp.Executor(
-        runtime,
-        [Instruction.call("prefetch", Lane.h2d, lambda _: order.append("run"), [], gates=[gate], opens=[done])],
-    )
-    gate.close()
-    gate.close()
-    done.close()
-    thread = threading.Thread(target=executor.run, args=(0, 1, None))
-    thread.start()
-    gate.open()
-    time.sleep(0.05)
-    assert not gate.is_open
-    assert not done.is_open
-    order.append("open")
-    gate.open()
-    done.wait()
-    thread.join()
-    assert order == ["open", "run"]
-    assert done.is_open
-
-
-def test_a_failed_gate_fails_what_waits_until_it_is_closed_again(runtime: cpp.Runtime) -> None:
-    gate = cpp.Gate()
-    executor = cpp.Executor(runtime, [Instruction.mark("prefetch", Lane.h2d, [], gates=[gate])])
-    gate.close()
-    gate.fail("the update of stage.3 failed")
-    assert not gate.is_open
-    with pytest.raises(RuntimeError, match="operation prefetch failed on lane h2d: the update of stage.3 failed"):
-        executor.run(0, 1, None)
-    gate.close()
-    gate.open()
-    executor.run(0, 1, None)
-    gate.fail("again")
-    gate.reset()
-    gate.wait()
-    assert gate.is_open
-
-
 def test_waits_and_ranges_are_checked(runtime: cpp.Runtime) -> None:
     mark = Instruction.mark
     for waits in ([0], [1], [7]):
@@ -288,15 +248,18 @@ def test_cycles_through_functions_are_collected(runtime: cpp.Runtime) -> None:
     assert alive() is None
 
 
-def test_a_forked_child_can_drop_the_runtime() -> None:
+def test_a_forked_child_can_drop_the_runtime_but_not_use_it() -> None:
     program = """
 import os, torch
 from megatrain_fx.extension import runtime as cpp
 runtime = cpp.Runtime(torch.device("cpu"))
 child = os.fork()
 if child == 0:
-    del runtime
-    os._exit(7)
+    try:
+        runtime.synchronize()
+    except RuntimeError as error:
+        del runtime
+        os._exit(7 if "forked" in str(error) else 8)
 print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 """
     result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=50)
