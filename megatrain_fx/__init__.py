@@ -6,7 +6,7 @@
 The schedule of a training step is produced by torch.fx passes, printed, verified, and run by a small C++ runtime.
 """
 
-from megatrain_fx.compiler import compile, trace  # noqa: A004
+from megatrain_fx.compiler import compile, synchronize, trace  # noqa: A004
 from megatrain_fx.config import StreamConfig
 from megatrain_fx.errors import (
     CaptureError,
@@ -51,6 +51,7 @@ __all__ = [
     "UnsupportedInputError",
     "compile",
     "memory",
+    "synchronize",
     "trace",
 ]
 __version__ = "0.1.0"

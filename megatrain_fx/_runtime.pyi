@@ -87,6 +87,15 @@ class AccumulateTask(Task):
         """Does it now, on the calling thread."""
 
 @final
+class Destination:
+    """Where deliveries go."""
+
+    target: torch.Tensor
+    """A CPU tensor shaped like the source. Not synchronised with a run in progress: set it as for `AccumulateTask`."""
+
+    def __init__(self, target: torch.Tensor) -> None: ...
+
+@final
 class Instruction:
     """One operation of a lowered schedule.
 
@@ -112,6 +121,19 @@ class Instruction:
         opens: Sequence[Gate] = ...,
     ) -> Instruction:
         """Copies `source` to `target`, of equal shape. Invisible to autograd: no history, no version counted."""
+    @staticmethod
+    def deliver(
+        name: str,
+        lane: Lane,
+        source: torch.Tensor,
+        destination: Destination,
+        waits: Sequence[int],
+        *,
+        poison: Sequence[torch.Tensor] = ...,
+        gates: Sequence[Gate] = ...,
+        opens: Sequence[Gate] = ...,
+    ) -> Instruction:
+        """Copies `source` to wherever `destination` points when the instruction is reached."""
     @staticmethod
     def call(
         name: str,
@@ -288,3 +310,147 @@ def lion_step(
 
 def squared_norm(pool: WorkerPool, grad: torch.Tensor, instruction_set: str = "auto") -> float:
     """The sum of the squares of a flat gradient, accumulated in float64 in an order that no thread count changes."""
+
+class Update:
+    """One step of one optimizer, for one group of parameters."""
+
+def adamw_update(
+    *,
+    lr: float,
+    beta1: float,
+    beta2: float,
+    eps: float,
+    weight_decay: float,
+    step: int,
+    grad_scale: float = 1.0,
+    stochastic_seed: int | None = None,
+) -> Update:
+    """A step of AdamW, with two states: exp_avg and exp_avg_sq; `step` is 1 for the first.
+
+    Gradients are multiplied by `grad_scale` first, rounded to their own type. A `stochastic_seed` rounds bfloat16
+    parameters without remainder stochastically, by bits that depend on the seed, the step and the element alone.
+    Raises ValueError for a step below 1. The same holds for the other updates.
+    """
+
+def sgd_update(
+    *,
+    lr: float,
+    momentum: float,
+    dampening: float,
+    weight_decay: float,
+    nesterov: bool,
+    step: int,
+    grad_scale: float = 1.0,
+    stochastic_seed: int | None = None,
+) -> Update:
+    """A step of gradient descent, with the state momentum_buffer unless `momentum` is 0."""
+
+def lion_update(
+    *,
+    lr: float,
+    beta1: float,
+    beta2: float,
+    weight_decay: float,
+    step: int,
+    grad_scale: float = 1.0,
+    stochastic_seed: int | None = None,
+) -> Update:
+    """A step of Lion, with the state exp_avg."""
+
+@final
+class UpdateTask(Task):
+    """The optimizer's step of one region of the host store."""
+
+    def __init__(
+        self,
+        weights: torch.Tensor,
+        gradients: torch.Tensor,
+        states: Sequence[torch.Tensor],
+        remainder: torch.Tensor | None,
+        pool: WorkerPool,
+    ) -> None:
+        """Keeps the memory.
+
+        Args:
+            weights, gradients: 1-D uint8.
+            states: 1-D float32, at most two, of one size.
+            remainder: 1-D int16 of that size: bfloat16 parameters are the upper half of an exact float32 master.
+            pool: the threads that work.
+
+        Raises:
+            ValueError: a tensor is none of that.
+        """
+    def set(self, segments: Sequence[tuple[int, int, int, torch.dtype, int]], updates: Sequence[Update]) -> None:
+        """Says what the next runs do; blocks, without the GIL, while a run is in progress.
+
+        Args:
+            segments: (byte offset in weights and gradients, element offset in the state, number of elements, their
+                dtype, position in `updates`).
+            updates: one for each group of parameters.
+
+        Raises:
+            ValueError: a segment is misaligned, outside, of another type than float32 and bfloat16, or lacks the state
+                that its update needs.
+        """
+    def run(self) -> None:
+        """Does it now, on the calling thread and the pool."""
+    @property
+    def runs(self) -> int:
+        """How many runs have ended."""
+
+@final
+class NormTask(Task):
+    """The sum of the squares of one region's gradients."""
+
+    def __init__(self, gradients: torch.Tensor, pool: WorkerPool) -> None:
+        """Keeps the gradients: 1-D uint8. Raises ValueError for another tensor."""
+    def set_segments(self, segments: Sequence[tuple[int, int, torch.dtype]]) -> None:
+        """Says what the next runs measure: (byte offset, number of elements, their dtype).
+
+        Blocks, without the GIL, while a run is in progress. Raises ValueError for a segment that is misaligned, outside,
+        or of another type than float32 and bfloat16.
+        """
+    def run(self) -> None:
+        """Does it now, on the calling thread and the pool."""
+    @property
+    def value(self) -> float:
+        """What the last run found; 0 before any."""
+    @property
+    def runs(self) -> int:
+        """How many runs have ended."""
+
+@final
+class UpdateQueue:
+    """Runs updates one at a time on a thread of its own, the most urgent first."""
+
+    def __init__(self, threads: int) -> None:
+        """Starts a thread, and a pool of `threads` threads, it among them. Raises ValueError for a bad number."""
+    def submit(self, priority: int, task: Task, gate: Gate, name: str = "an update") -> None:
+        """Adds one closing to the gate and returns; the task runs when no pending one has a lower priority number.
+
+        Then the gate opens, or fails with "<name> failed: <reason>" if the task does.
+
+        Raises:
+            RuntimeError: the queue is closed, or belongs to another process.
+        """
+    def wait(self) -> None:
+        """Blocks, without the GIL, until nothing is pending.
+
+        Raises:
+            RuntimeError: the first failure since the last call.
+        """
+    def close(self) -> None:
+        """Runs what is pending and ends the thread; a second call does nothing."""
+    @property
+    def pending(self) -> int:
+        """Tasks that were submitted and have not ended."""
+    @property
+    def pool(self) -> WorkerPool: ...
+
+@final
+class SubmitTask(Task):
+    """Hands a task to a queue when an instruction runs it."""
+
+    def __init__(self, queue: UpdateQueue, priority: int, task: Task, gate: Gate, name: str = "an update") -> None: ...
+    def run(self) -> None:
+        """Submits the task, as `UpdateQueue.submit` does."""

@@ -9,6 +9,7 @@ from megatrain_fx.extension import runtime as native
 from megatrain_fx.homecoming import Homecoming, Journey, find_journeys
 from megatrain_fx.ir import BufferKind, Lane, Op, Operation, kind_of, number_of
 from megatrain_fx.program import Program
+from megatrain_fx.region_updater import RegionUpdater
 from megatrain_fx.run import Run
 from megatrain_fx.schedule import Schedule
 from megatrain_fx.stage_runner import StageRunner
@@ -20,6 +21,7 @@ _LANES = {
     Lane.H2D: native.Lane.h2d,
     Lane.D2H: native.Lane.d2h,
     Lane.HOST: native.Lane.host,
+    Lane.OPTIMIZER: native.Lane.host,  # which only hands the update to the optimizer's own queue
 }
 _Call = Callable[[Run], None]
 
@@ -39,6 +41,7 @@ class BoundSchedule:
         store: HostStore,
         memory: Mapping[str, torch.Tensor],
         lanes: native.Runtime,
+        optimizer: RegionUpdater | None = None,
     ) -> None:
         """Bind a schedule.
 
@@ -49,68 +52,94 @@ class BoundSchedule:
             store: where parameters and gradients live.
             memory: slots and slabs by name, 1-D uint8.
             lanes: the C++ lanes that run it.
+            optimizer: whose updates and norms are among the operations.
         """
         self._schedule = schedule
         self._program = program
         self._runners = runners
         self._store = store
         self._memory = memory
+        self._optimizer = optimizer
         self._chaos = lanes.chaos
         self._journeys = {journey.accumulate: journey for journey in find_journeys(schedule)}
         self._evacuations = {journey.evacuate: journey for journey in self._journeys.values()}
         self._homecomings: defaultdict[int, list[Homecoming]] = defaultdict(list)
-        tasks = {index: self._bind_journey(journey) for index, journey in self._journeys.items()}
+        arrivals = {index: self._bind_journey(journey) for index, journey in self._journeys.items()}
+        # what follows a clip is run by the caller's optimizer.step()
+        self._end = next((i for i, operation in enumerate(schedule) if operation.op is Op.CLIP), len(schedule))
         self._yield = next(i for i, operation in enumerate(schedule) if operation.op is Op.YIELD)
-        self._executor = native.Executor(lanes, list(self._instructions(tasks)))
+        self._executor = native.Executor(lanes, list(self._instructions(arrivals)))
 
     def forward(self, run: Run) -> None:
         """Run everything up to the yield, or all of it if no backward pass follows."""
-        self._executor.run(0, self._yield + 1 if self._program.training else len(self._schedule), run)
+        self._executor.run(0, self._yield + 1 if self._program.training else self._end, run)
 
     def backward(self, run: Run) -> None:
         """Run everything after the yield; ``forward`` of this schedule must be the last thing that ran on its lanes."""
-        self._executor.run(self._yield + 1, len(self._schedule), run)
+        self._executor.run(self._yield + 1, self._end, run)
 
     def resume(self, run: Run) -> None:
         """Run a schedule that has only a backward pass."""
-        self._executor.run(0, len(self._schedule), run)
+        self._executor.run(0, self._end, run)
 
-    def _bind_journey(self, journey: Journey) -> native.AccumulateTask:
+    def _bind_journey(self, journey: Journey) -> Homecoming:
         evacuate = self._schedule.operations[journey.evacuate]
         device, host = self._memory[evacuate.reads[0]], self._memory[evacuate.writes[0]]
         size = self._program.facts.regions[journey.region].gradient_bytes
-        task = native.AccumulateTask(host[:size], self._store.gradients(journey.region)[:size])
+        home = self._store.gradients(journey.region)[:size]
+        task = native.AccumulateTask(host[:size], home)
         trainable = self._runners[self._stage(journey.backward)].trainable
         places = {p.name: p for p in self._program.layout.regions[journey.region].places if p.name in trainable}
         views = {name: place.view(device) for name, place in places.items()}
-        self._homecomings[journey.backward].append(Homecoming(task, places, views))
-        return task
+        homecoming = Homecoming(native.Destination(host[:size]), task, host[:size], home, places, views)
+        self._homecomings[journey.backward].append(homecoming)
+        return homecoming
 
     def _stage(self, index: int) -> int:
         stage = self._schedule.operations[index].stage
         assert stage is not None
         return stage
 
-    def _instructions(self, tasks: Mapping[int, native.AccumulateTask]) -> Iterator[native.Instruction]:
+    def _instructions(self, arrivals: Mapping[int, Homecoming]) -> Iterator[native.Instruction]:
         """One instruction for each operation; where a region lies is known from the prefetches before."""
         slot_of: dict[int, str] = {}
-        for index, operation in enumerate(self._schedule):
-            name, lane, waits = format_operation(index, operation), _LANES[operation.lane], list(operation.after)
+        departures = {self._journeys[index].evacuate: homecoming for index, homecoming in arrivals.items()}
+        for index, operation in enumerate(self._schedule.operations[: self._end]):
+            heading = format_operation(index, operation), _LANES[operation.lane]
+            waits = list(operation.after)
             if operation.op is Op.PREFETCH:
-                slot_of[number_of(operation.reads[0])] = operation.writes[0]
-                source = self._store.weights(number_of(operation.reads[0]))
+                region = number_of(operation.reads[0])
+                slot_of[region] = operation.writes[0]
+                source = self._store.weights(region)
                 target = self._memory[operation.writes[0]][: source.numel()]
-                yield native.Instruction.copy(name, lane, source, target, waits)
+                gates = [self._store.gate(region)]
+                yield native.Instruction.copy(*heading, source, target, waits, gates=gates)
             elif operation.op is Op.EVACUATE:
-                source, target = self._memory[operation.reads[0]], self._memory[operation.writes[0]]
-                size = self._program.facts.regions[self._evacuations[index].region].gradient_bytes
-                yield native.Instruction.copy(name, lane, source[:size], target[:size], waits)
-            elif operation.op is Op.ACCUMULATE:
-                yield native.Instruction.task(name, lane, tasks[index], waits)
+                homecoming, journey = departures[index], self._evacuations[index]
+                source = self._memory[operation.reads[0]][: homecoming.home.numel()]
+                gates = [self._store.gate(journey.region)]
+                yield native.Instruction.deliver(*heading, source, homecoming.evacuation, waits, gates=gates)
+            elif operation.op in (Op.ACCUMULATE, Op.NORM, Op.UPDATE):
+                yield native.Instruction.task(*heading, self._task(index, operation, arrivals), waits)
             elif (call := self._call(index, operation, slot_of)) is not None:
-                yield native.Instruction.call(name, lane, call, waits, poison=self._poison(operation))
+                yield native.Instruction.call(*heading, call, waits, poison=self._poison(operation))
             else:
-                yield native.Instruction.mark(name, lane, waits, poison=self._poison(operation))
+                yield native.Instruction.mark(*heading, waits, poison=self._poison(operation))
+
+    def _task(self, index: int, operation: Operation, arrivals: Mapping[int, Homecoming]) -> native.Task:
+        """The C++ work of an operation of the host's."""
+        if operation.op is Op.ACCUMULATE:
+            return arrivals[index].accumulation
+        assert self._optimizer is not None
+        region = number_of(operation.reads[0])
+        if operation.op is Op.NORM:
+            norm = self._optimizer.norm_task(region)
+            assert norm is not None
+            return norm
+        update = self._optimizer.update_task(region)
+        assert update is not None
+        gate, priority = self._store.gate(region), self._optimizer.priority(region)
+        return native.SubmitTask(self._optimizer.queue, priority, update, gate)
 
     def _poison(self, operation: Operation) -> list[torch.Tensor]:
         """Slots and slabs to spoil as they are released, in chaos mode."""

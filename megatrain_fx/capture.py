@@ -16,7 +16,7 @@ from torch.export.graph_signature import InputKind
 from megatrain_fx.capture_failure import explain
 from megatrain_fx.captured_graph import build_captured_graph
 from megatrain_fx.model_state import all_tensors, assigned_buffers, preserved, replace_tensors
-from megatrain_fx.private_api import as_in_eager_mode, new_fake_mode
+from megatrain_fx.private_api import as_in_eager_mode, new_fake_mode, size_symbols
 from megatrain_fx.signature import InputSignature, ModelFlags, Structure, Value, flatten_inputs
 from megatrain_fx.symbolic_signature import SymbolicSignature
 from megatrain_fx.tree import leaf_names
@@ -96,7 +96,7 @@ def capture(
     recorder = UnitRecorder(Originals(model), device)
     program = _export(_Entry(model, structure, recorder), tensors, dims, device, forward_class)
     retried = _dims_to_retry(program, dims)
-    if recorder.specialising and retried != dims:
+    if recorder.specialising and retried is not None:
         recorder = UnitRecorder(Originals(model), device, frozenset(recorder.specialising))
         program = _export(_Entry(model, structure, recorder), tensors, retried, device, forward_class)
     graph_module, unit_calls = build_captured_graph(program, model, _PREFIX, recorder, _input_names(model, structure))
@@ -150,19 +150,17 @@ def _export(
         active_recorder.reset(token)
 
 
-def _dims_to_retry(program: ExportedProgram, dims: Sequence[set[int]]) -> list[set[int]]:
-    """The input dimensions to make symbolic in a second attempt; equal to `dims` if there is nothing to be gained.
+def _dims_to_retry(program: ExportedProgram, dims: Sequence[set[int]]) -> list[set[int]] | None:
+    """The input dimensions to make symbolic in a second attempt; None if there is nothing to be gained.
 
     A unit may have forced a value upon a size for no better reason than looping over it. Only batch and sequence, the
     first two dimensions, are worth a second attempt, with those that stayed symbolic.
     """
     specs = zip(program.graph.find_nodes(op="placeholder"), program.graph_signature.input_specs, strict=True)
     shapes = [node.meta["val"].shape for node, spec in specs if spec.kind is InputKind.USER_INPUT]
-    symbolic = [
-        {dim for dim in own if not isinstance(shape[dim], int)} for own, shape in zip(dims, shapes, strict=True)
-    ]
+    symbolic = [{dim for dim in own if size_symbols(shape[dim])} for own, shape in zip(dims, shapes, strict=True)]
     retried = [kept | (own & {0, 1}) for own, kept in zip(dims, symbolic, strict=True)]
-    return list(dims) if retried == symbolic else retried
+    return None if retried == symbolic else retried
 
 
 def _stand_in(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:

@@ -95,6 +95,18 @@ def _check_parameters(model: nn.Module, allowed: tuple[str, ...]) -> None:
             )
 
 
+def synchronize(model: nn.Module) -> None:
+    """Wait until no update of a compiled model's parameters is pending.
+
+    ``state_dict``, ``parameters`` and further calls of the model wait by themselves; only reading the attribute of a
+    submodule (``model.head.weight``) right after a step needs this.
+
+    Raises:
+        RuntimeError: an update failed.
+    """
+    model.__dict__[STATE].synchronize()
+
+
 def device_of(model: nn.Module) -> torch.device:
     """Where a compiled model computes, and where its inputs belong."""
     streamed: StreamedModel = model.__dict__[STATE]

@@ -38,6 +38,10 @@ class StreamConfig:
             (fallback: ``staging``, with a warning); ``staging`` copies through pinned buffers, which is slower and
             needs no locked store; ``none`` leaves memory pageable.
         precision: ``model`` keeps every parameter and gradient in the parameter's own dtype.
+        loss_chunk_bytes: where the logits of a linear head would take more than this for the cross-entropy that follows,
+            both are computed by chunks of this size, forward and backward together; equal to rounding. The forward then
+            returns None in place of the logits. 0: chunks of 64 rows, always. None: never.
+        keep_logits: compute whole logits wherever the forward returns them, whatever they take.
         template: ``eager`` runs each stage as the Python that was given.
         chaos: seed of chaos mode: random delays on every lane, and every buffer filled with NaN once it is released, so
             that a wrong schedule gives wrong numbers in tests. None: off.
@@ -50,6 +54,8 @@ class StreamConfig:
     stage_bytes: int = 32 * 2**20
     pin: Pin = "register"
     precision: Precision = "model"
+    loss_chunk_bytes: int | None = 256 * 2**20
+    keep_logits: bool = False
     template: Template = "eager"
     chaos: int | None = None
     passes: tuple[Callable[..., Any], ...] = ()
@@ -68,6 +74,10 @@ class StreamConfig:
         _one_of(self, "pin", get_args(Pin))
         _one_of(self, "precision", get_args(Precision))
         _one_of(self, "template", get_args(Template))
+        if self.loss_chunk_bytes is not None:
+            _at_least(self, "loss_chunk_bytes", 0)
+        if not isinstance(self.keep_logits, bool):
+            raise ConfigError(f"keep_logits={self.keep_logits!r} must be True or False")
         if self.chaos is not None:
             _at_least(self, "chaos", 0)
 

@@ -7,7 +7,7 @@ from torch import fx
 
 from megatrain_fx.errors import PassError
 from megatrain_fx.graph import facts_of, nodes_of, operation_of, schedule_of
-from megatrain_fx.happens_before import HappensBefore
+from megatrain_fx.happens_before import HappensBefore, two_steps
 from megatrain_fx.ir import BufferKind, Op, kind_of
 
 
@@ -103,10 +103,14 @@ def _verified(module: fx.GraphModule) -> None:
 def _pruned(module: fx.GraphModule) -> None:
     operations = schedule_of(module).operations
     order = HappensBefore(operations)
+    cycle = HappensBefore(two_steps(operations), boundary=len(operations))
     for index, operation in enumerate(operations):
-        redundant = set(operation.after) - set(order.needed(index))
+        needed = order.needed(index)
+        needed_previous = [i for i in cycle.needed(index + len(operations)) if i < len(operations)]
+        redundant = [f"%{i}" for i in operation.after if i not in needed]
+        redundant += [f"prev %{i}" for i in operation.after_previous if i not in needed_previous]
         if redundant:
-            raise PassError(f"%{index} need not wait for %{min(redundant)}")
+            raise PassError(f"%{index} need not wait for {redundant[0]}")
 
 
 CHECKS: dict[Property, Callable[[fx.GraphModule], None]] = {

@@ -4,6 +4,8 @@ from collections.abc import Mapping
 
 import torch
 
+from megatrain_fx.config import Pin
+from megatrain_fx.host_memory import HostMemory
 from megatrain_fx.ir import BufferKind, kind_of
 
 
@@ -14,8 +16,9 @@ class DeviceBuffers:
     makes the pool grow.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, pin: Pin) -> None:
         self._device = device
+        self._registers = pin != "none" and device.type == "cuda"
         self._pools: dict[str, list[torch.Tensor]] = {}
 
     def bind(self, sizes: Mapping[str, int]) -> dict[str, torch.Tensor]:
@@ -41,13 +44,13 @@ class DeviceBuffers:
         return sum(tensor.numel() for tensor in self._pools.get("device", ()))
 
     def _allocate(self, pool: str, size: int) -> torch.Tensor:
-        on_host = pool == "host"
-        tensor = torch.zeros(
-            size,
-            dtype=torch.uint8,
-            device="cpu" if on_host else self._device,
-            pin_memory=on_host and self._device.type != "cpu",
-        )
+        if pool == "host":
+            memory = HostMemory(size)
+            if self._registers:
+                memory.register()
+            tensor = memory.flat()
+        else:
+            tensor = torch.zeros(size, dtype=torch.uint8, device=self._device)
         self._pools[pool].append(tensor)
         return tensor
 

@@ -7,7 +7,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from megatrain_fx.private_api import backward_keeps_graph, backward_reaches
+from megatrain_fx.errors import OutputTreeError, UnsupportedInputError
+from megatrain_fx.model_methods import methods
+from megatrain_fx.private_api import backward_keeps_graph, backward_reaches, without_saved_tensor_hooks
 from megatrain_fx.program import Program
 from megatrain_fx.streamed_model import StreamedModel
 
@@ -26,7 +28,8 @@ class StreamedStep(torch.autograd.Function):
         ctx: Any, streamed: StreamedModel, program: Program, token: torch.Tensor, *inputs: torch.Tensor
     ) -> tuple[Any, ...]:
         """Run the forward pass."""
-        run, outputs = streamed.start(program, inputs)
+        with without_saved_tensor_hooks():
+            run, outputs = streamed.start(program, inputs)
         ctx.streamed, ctx.program, ctx.run = streamed, program, run
         ctx.save_for_backward(token)
         ctx.set_materialize_grads(False)
@@ -66,7 +69,13 @@ def call(model: nn.Module, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         with torch.inference_mode(False), torch.no_grad():
             return call(model, args, kwargs)
     streamed: StreamedModel = model.__dict__[STATE]
-    program, inputs = streamed.prepare(model, args, kwargs)
+    try:
+        with without_saved_tensor_hooks():
+            program, inputs = streamed.prepare(model, args, kwargs)
+    except (UnsupportedInputError, OutputTreeError):
+        if torch.is_grad_enabled():
+            raise
+        return streamed.call_eagerly(model, args, kwargs)
     if program.training:
         token = torch.empty(0, requires_grad=True)
         outputs: Sequence[Any] = StreamedStep.apply(streamed, program, token, *inputs)
@@ -94,6 +103,7 @@ def streamed_class(original: type[nn.Module]) -> type[nn.Module]:
         return _new_instance, (original,), state
 
     namespace = {
+        **methods(original, lambda model: model.__dict__.get(STATE)),
         "forward": forward,
         "__reduce_ex__": reduce,
         "__module__": original.__module__,

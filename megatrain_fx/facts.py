@@ -1,8 +1,25 @@
 """What the schedule passes may know of a model: its stages, its host regions, and the limits they must keep."""
 
+import enum
 from dataclasses import dataclass
 
 from megatrain_fx.ir import View
+
+
+class UpdateMode(enum.Enum):
+    """When the optimizer's step is part of the schedule."""
+
+    NONE = "none"
+    DURING_BACKWARD = "during backward"
+    AFTER_CLIP = "after clip"
+
+
+@dataclass(frozen=True)
+class Updates:
+    """What an optimizer does within a schedule: when, and to which regions."""
+
+    mode: UpdateMode = UpdateMode.NONE
+    regions: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -56,6 +73,7 @@ class ScheduleFacts:
         slabs: stages whose gradients are on their way home at one time.
         training: whether a backward pass follows.
         resume: only the backward pass, from checkpoints alone (a second backward, or after another call came between).
+        updates: what the optimizer does within the schedule.
     """
 
     stages: tuple[StageFacts, ...]
@@ -66,3 +84,4 @@ class ScheduleFacts:
     slabs: int = 2
     training: bool = True
     resume: bool = False
+    updates: Updates = Updates()

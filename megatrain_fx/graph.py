@@ -2,7 +2,8 @@
 
 A node calls the function named after its op. Its ``args`` are the nodes whose results it uses (data edges, kept up to
 date by :func:`relink`); its ``kwargs`` hold the fields of :class:`~megatrain_fx.ir.Operation`, with the event
-dependencies ``after`` as nodes.
+dependencies ``after`` as nodes. Dependencies on the previous step would point forward in the graph, so these are in
+``node.meta`` (see :func:`previous_of`).
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -17,6 +18,7 @@ from megatrain_fx.ir import BufferKind, Lane, Op, Operation, View, kind_of, numb
 from megatrain_fx.schedule import Schedule
 
 FACTS = "megatrain_facts"
+_PREVIOUS = "megatrain_after_previous"
 
 
 def _refuse(op: str) -> None:
@@ -68,6 +70,21 @@ def accumulate(*sources: Any, **fields: Any) -> None:
     _refuse("accumulate")
 
 
+def norm(*sources: Any, **fields: Any) -> None:
+    """Sum the squares of one region's gradients."""
+    _refuse("norm")
+
+
+def clip(*sources: Any, **fields: Any) -> None:
+    """Find the factor that clips the gradients to their largest norm: the caller's ``optimizer.step()``."""
+    _refuse("clip")
+
+
+def update(*sources: Any, **fields: Any) -> None:
+    """The optimizer's step of one region."""
+    _refuse("update")
+
+
 def release(*sources: Any, **fields: Any) -> None:
     """Mark buffers as free."""
     _refuse("release")
@@ -83,6 +100,9 @@ _TARGETS: dict[Op, Callable[..., None]] = {
     Op.BACKWARD: backward,
     Op.EVACUATE: evacuate,
     Op.ACCUMULATE: accumulate,
+    Op.NORM: norm,
+    Op.CLIP: clip,
+    Op.UPDATE: update,
     Op.RELEASE: release,
 }
 _OPS = {target: op for op, target in _TARGETS.items()}
@@ -145,6 +165,16 @@ def rename_buffers(node: fx.Node, names: dict[str, str]) -> None:
     )
 
 
+def previous_of(node: fx.Node) -> tuple[fx.Node, ...]:
+    """The operations of the previous step that a node waits for."""
+    return tuple(node.meta.get(_PREVIOUS, ()))
+
+
+def set_previous(node: fx.Node, previous: Sequence[fx.Node]) -> None:
+    """Let a node wait for operations of the previous step."""
+    node.meta[_PREVIOUS] = tuple(previous)
+
+
 def nodes_of(module: fx.GraphModule, *ops: Op) -> list[fx.Node]:
     """Operation nodes in order, only those of the given ops if any are given.
 
@@ -168,9 +198,12 @@ def facts_of(module: fx.GraphModule) -> ScheduleFacts:
 def new_module(facts: ScheduleFacts, operations: Iterable[Operation] = ()) -> fx.GraphModule:
     """A schedule graph with the given operations (their ``after`` indices become nodes)."""
     graph = fx.Graph()
+    operations = tuple(operations)
     nodes: list[fx.Node] = []
     for operation in operations:
         nodes.append(append(graph, operation, [nodes[i] for i in operation.after]))
+    for node, operation in zip(nodes, operations, strict=True):
+        set_previous(node, [nodes[i] for i in operation.after_previous])
     graph.output(None)
     module = fx.GraphModule({}, graph, "Schedule")
     module.meta[FACTS] = facts
@@ -196,7 +229,8 @@ def schedule_of(module: fx.GraphModule) -> Schedule:
     for node in nodes:
         dependencies: Any = node.kwargs["after"]
         after = tuple(sorted(index[dependency] for dependency in dependencies))
-        operations.append(replace(operation_of(node), after=after))
+        previous = tuple(sorted(index[dependency] for dependency in previous_of(node)))
+        operations.append(replace(operation_of(node), after=after, after_previous=previous))
     return Schedule(tuple(operations), _sizes(module, operations))
 
 
@@ -212,6 +246,9 @@ def _sizes(module: fx.GraphModule, operations: Sequence[Operation]) -> tuple[tup
         source, target = (*operation.reads, "")[0], (*operation.writes, "")[0]
         if operation.op is Op.PREFETCH:
             sizes[source] = arriving[target] = regions[number_of(source)].bytes
+        elif operation.op is Op.UPDATE:
+            sizes[target] = regions[number_of(target)].bytes
+            continue
         elif operation.op is Op.ACCUMULATE:
             sizes[target] = arriving[source] = regions[number_of(target)].gradient_bytes
         elif operation.op is Op.EVACUATE:

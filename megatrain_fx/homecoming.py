@@ -2,15 +2,15 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
+from megatrain_fx.extension import runtime as native
 from megatrain_fx.ir import BufferKind, Op, kind_of, number_of
 from megatrain_fx.layout import Place
 from megatrain_fx.private_api import foreach_copy
 from megatrain_fx.schedule import Schedule
-from megatrain_fx.store import ADD, SKIP
+from megatrain_fx.store import ADD, COPY, SKIP
 
 
 @dataclass(frozen=True)
@@ -41,20 +41,29 @@ def find_journeys(schedule: Schedule) -> list[Journey]:
 
 @dataclass(frozen=True)
 class Homecoming:
-    """One slab of one backward: where each parameter's gradient lies in it, and the task that accumulates them.
+    """One slab of one backward: where each parameter's gradient lies in it, and how it meets what the store holds.
 
     Attributes:
-        task: the runtime's AccumulateTask.
+        evacuation: where the copy from the device goes.
+        accumulation: what then moves the gradients from the host slab to the store.
+        slab: the host slab.
+        home: the region's gradients in the store, of the same size.
         places: place of each trainable parameter of the region, by name.
         views: the same places in the device slab.
     """
 
-    task: Any
+    evacuation: native.Destination
+    accumulation: native.AccumulateTask
+    slab: torch.Tensor
+    home: torch.Tensor
     places: Mapping[str, Place]
     views: Mapping[str, torch.Tensor]
 
     def send(self, gradients: Mapping[str, torch.Tensor], homes: dict[str, int]) -> None:
         """Write gradients into the slab, and say how each is to meet what the store holds.
+
+        If the store holds none, the copy from the device goes home at once and nothing is left to accumulate: the
+        schedule orders every other access of the region after the accumulation.
 
         Args:
             gradients: by name; a parameter without one keeps what the store holds.
@@ -66,5 +75,7 @@ class Homecoming:
         for name, place in self.places.items():
             mode = homes[name] if name in gradients else SKIP
             segments.append((place.offset, place.numel, place.dtype, mode))
+        direct = bool(present) and all(homes[name] == COPY for name in self.places)
+        self.evacuation.target = self.home if direct else self.slab
+        self.accumulation.set_segments([] if direct else segments)
         homes.update(dict.fromkeys(present, ADD))
-        self.task.set_segments(segments)

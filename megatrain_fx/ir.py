@@ -11,6 +11,12 @@ class Lane(enum.Enum):
     H2D = "h2d"
     D2H = "d2h"
     HOST = "host"
+    OPTIMIZER = "optimizer"
+
+    @property
+    def in_order(self) -> bool:
+        """Whether its operations run one after another; the optimizer takes what the next forward needs first."""
+        return self is not Lane.OPTIMIZER
 
     def __str__(self) -> str:
         return self.value
@@ -28,6 +34,9 @@ class Op(enum.Enum):
     BACKWARD = "backward"
     EVACUATE = "evacuate"
     ACCUMULATE = "accumulate"
+    NORM = "norm"
+    CLIP = "clip"
+    UPDATE = "update"
     RELEASE = "release"
 
     def __str__(self) -> str:
@@ -46,6 +55,8 @@ class BufferKind(enum.Enum):
     SLAB = "slab"
     WEIGHTS = "weights"
     GRADIENTS = "gradients"
+    NORM = "norm"
+    SCALE = "scale"
     PARAMETER = "parameter"
 
 
@@ -109,6 +120,7 @@ class Operation:
         reads: names of the buffers it reads; for ``release``, of the buffers it frees.
         writes: names of the buffers it writes.
         after: indices of operations on other lanes that must be complete first.
+        after_previous: indices of operations of the previous step that must be complete first (a training loop is a cycle).
         view: for ``load``, where the parameter lies.
     """
 
@@ -119,6 +131,7 @@ class Operation:
     reads: tuple[str, ...] = ()
     writes: tuple[str, ...] = ()
     after: tuple[int, ...] = ()
+    after_previous: tuple[int, ...] = ()
     view: View | None = field(default=None)
 
     @property

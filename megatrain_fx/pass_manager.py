@@ -74,9 +74,7 @@ def _check_requirements(schedule_pass: SchedulePass, holds: set[Property], befor
         )
 
 
-def _apply(
-    schedule_pass: SchedulePass, module: fx.GraphModule, before: list[str]
-) -> tuple[fx.GraphModule, Schedule]:
+def _apply(schedule_pass: SchedulePass, module: fx.GraphModule, before: list[str]) -> tuple[fx.GraphModule, Schedule]:
     try:
         facts = facts_of(module)
         result = schedule_pass.run(module)

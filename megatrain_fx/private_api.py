@@ -122,6 +122,12 @@ def replace_call(module: nn.Module, call: Callable[..., Any]) -> None:
     module._compiled_call_impl = call
 
 
+def has_hooks(module: nn.Module) -> bool:
+    """Whether a hook of the module's own runs around its forward or backward; the tables of hooks are not public."""
+    tables = (module._forward_pre_hooks, module._forward_hooks, module._backward_pre_hooks, module._backward_hooks)
+    return any(tables)
+
+
 def call_uncompiled(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     """Run `module(...)`, hooks included, without what `replace_call` or `Module.compile` put in its place."""
     return module._call_impl(*args, **kwargs)
@@ -157,9 +163,7 @@ def size_at(size: Any, scaled: Mapping[Any, int] | Literal[False] | None = None)
         return int(size)
     if not scaled:
         return int(size.node.hint)
-    # The table was renamed in 2.13.
-    table = "backed_var_to_val" if hasattr(size.node.shape_env, "backed_var_to_val") else "var_to_val"
-    hints = getattr(size.node.shape_env, table)
+    hints = size.node.shape_env.backed_var_to_val
     return int(size.node.expr.xreplace({symbol: hints[symbol] * scaled[symbol] for symbol in size_symbols(size)}))
 
 
@@ -216,6 +220,20 @@ def foreach_copy(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> No
     """Copy tensors pairwise in as few kernels as possible; the public `copy_` takes one kernel each."""
     if targets:
         torch._foreach_copy_(targets, sources)
+
+
+@contextlib.contextmanager
+def without_saved_tensor_hooks() -> Iterator[None]:
+    """Keep hooks of the user (`torch.utils.checkpoint`, `save_on_cpu`) from tensors that are not saved for the user.
+
+    Only the innermost hooks are called, so hooks that do nothing are put inside; no public function tells whether any are
+    set, and calling some for every saved tensor would be slow.
+    """
+    if torch._C._autograd._top_saved_tensors_default_hooks(True) is None:
+        yield
+        return
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor):
+        yield
 
 
 def backward_reaches(node: Any) -> bool:

@@ -1,18 +1,21 @@
 """A program: a model captured for one kind of call, cut into stages, laid out, and lowered to a verified schedule."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 from torch import fx, nn
 
 from megatrain_fx.capture import Captured
 from megatrain_fx.config import StreamConfig
-from megatrain_fx.facts import ScheduleFacts
+from megatrain_fx.facts import ScheduleFacts, Updates
 from megatrain_fx.graph import new_module
 from megatrain_fx.layout import Layout, plan_layout
 from megatrain_fx.model_facts import describe, names_by_identity, trace_stages
-from megatrain_fx.pass_manager import PassResult, run_passes
+from megatrain_fx.pass_manager import GraphTransform, PassResult, run_passes
 from megatrain_fx.passes import pipeline
+from megatrain_fx.passes.chunk_loss import chunk_loss
 from megatrain_fx.schedule import Schedule
 from megatrain_fx.stage_trace import StageTrace, trace_joint_graph
 from megatrain_fx.stages import Stage, partition
@@ -24,14 +27,14 @@ class Program:
     """Everything that compiling found out about one kind of call; nothing in it has run.
 
     Attributes:
-        captured: the model as a graph of units and glue (``captured.graph_module``).
+        captured: the model as a graph of units and glue (``captured.graph_module``), its loss by chunks where that helps.
         stages: runs of that graph.
         traces: what was learnt of each stage on fake tensors.
         templates: the functions of the stages, one for all equal ones.
         layout: region and offset of every parameter.
         facts: what the passes know.
+        passes: the user's own passes.
         lowered: the final graph, and the schedule after every pass.
-        resumed: the same for a backward pass from checkpoints alone; None if there is no backward pass.
     """
 
     captured: Captured
@@ -40,8 +43,8 @@ class Program:
     templates: tuple[Template, ...]
     layout: Layout
     facts: ScheduleFacts
+    passes: tuple[GraphTransform, ...]
     lowered: PassResult
-    resumed: PassResult | None
 
     @property
     def graph_module(self) -> fx.GraphModule:
@@ -58,10 +61,20 @@ class Program:
         """The schedule after every pass, with the pass's name."""
         return list(self.lowered.history)
 
-    @property
+    @cached_property
     def resume_schedule(self) -> Schedule | None:
-        """The schedule of a backward pass from checkpoints alone."""
-        return None if self.resumed is None else self.resumed.schedule
+        """The schedule of a backward pass from checkpoints alone; None if there is no backward pass."""
+        return self.lower(resume=True).schedule if self.training else None
+
+    def lower(self, *, resume: bool = False, updates: Updates | None = None) -> PassResult:
+        """Run all passes: for a whole step, or for a backward pass from checkpoints alone (without the user's passes).
+
+        Args:
+            resume: only the backward pass.
+            updates: what the optimizer does within the schedule; as the program was built by default.
+        """
+        facts = replace(self.facts, resume=resume, updates=self.facts.updates if updates is None else updates)
+        return run_passes(new_module(facts), pipeline(() if resume else self.passes))
 
     @property
     def training(self) -> bool:
@@ -69,12 +82,27 @@ class Program:
         return self.facts.training
 
 
-def build_program(model: nn.Module, captured: Captured, config: StreamConfig, layout: Layout | None = None) -> Program:
-    """Partition, trace, lay out and lower a captured model; an existing layout is kept.
+def build_program(
+    model: nn.Module,
+    captured: Captured,
+    config: StreamConfig,
+    layout: Layout | None = None,
+    updates: Callable[[Layout], Updates] | None = None,
+) -> Program:
+    """Partition, trace, lay out and lower a captured model.
+
+    Args:
+        model: the model that was captured.
+        captured: its graph.
+        config: how to stream it.
+        layout: where parameters lie already; planned for this call by default.
+        updates: what the optimizer does within the schedule, given the layout; nothing by default.
 
     Raises:
         PassError, ScheduleError: a pass of the user's own broke the schedule.
     """
+    if config.loss_chunk_bytes is not None:
+        captured = chunk_loss(captured, config.loss_chunk_bytes, keep_logits=config.keep_logits)
     staged = partition(captured, config.stage_bytes)
     training = captured.signature.modes.grad
     wanted = [training and _differentiable(tensor.dtype, tensor.requires_grad) for tensor in captured.signature.tensors]
@@ -83,9 +111,10 @@ def build_program(model: nn.Module, captured: Captured, config: StreamConfig, la
     layout = layout or plan_layout(model, [[parameter for _, parameter in stage.parameters] for stage in staged.stages])
     names = names_by_identity(model)
     facts = describe(staged, differentiable, templates, layout, names, config, training)
+    if updates is not None and facts.training:
+        facts = replace(facts, updates=updates(layout))
     lowered = run_passes(new_module(facts), pipeline(config.passes))
-    resumed = run_passes(new_module(replace(facts, resume=True)), pipeline()) if facts.training else None
-    return Program(captured, staged.stages, traces, templates, layout, facts, lowered, resumed)
+    return Program(captured, staged.stages, traces, templates, layout, facts, config.passes, lowered)
 
 
 def _joint_graph(stage: Stage, differentiable: frozenset[str], device: torch.device) -> fx.GraphModule:

@@ -178,7 +178,7 @@ def constant(value: object) -> Constant | None:
 
 
 def _refuse(leaf: object, tree: Tree, position: int, called: str) -> Constant:
-    name = leaf_names(tree)[position].removeprefix("[0]").removeprefix("[1]")
+    name = leaf_names(tree)[position][len("[0]") :]
     kind = f"{type(leaf).__module__}.{type(leaf).__qualname__}"
     remedy = "Pass tensors and plain constants, in tuples, lists, dicts or dataclasses"
     if "Cache" in type(leaf).__name__:

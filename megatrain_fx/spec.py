@@ -8,14 +8,16 @@ lanes are first-in first-out and are filled in issue order.
 """
 
 from collections import defaultdict
+from collections.abc import Sequence
 
 from megatrain_fx.errors import ScheduleError
-from megatrain_fx.happens_before import HappensBefore
+from megatrain_fx.happens_before import HappensBefore, two_steps
 from megatrain_fx.ir import Operation
 from megatrain_fx.schedule import Schedule
 from megatrain_fx.spec_contents import ContentRules
 from megatrain_fx.spec_gradients import GradientRules
 from megatrain_fx.spec_operands import check_operands
+from megatrain_fx.spec_updates import UpdateRules
 
 _CONTEXT_LINES = 12
 _LONG_SCHEDULE = 120
@@ -28,22 +30,40 @@ def verify(schedule: Schedule) -> None:
         ScheduleError: the first broken rule, the schedule, and a mark below the offending operation.
     """
     for index, operation in enumerate(schedule.operations):
+        unknown = [dependency for dependency in operation.after_previous if dependency >= len(schedule)]
+        if unknown:
+            raise ScheduleError(explain(schedule, index, f"it waits for prev %{unknown[0]}, which does not exist"))
         late = [dependency for dependency in operation.after if dependency >= index]
         if late:
             raise ScheduleError(explain(schedule, index, _cycle(late[0])))
-    contents, gradients = ContentRules(schedule), GradientRules(schedule)
-    races = RaceCheck(schedule, HappensBefore(schedule.operations))
+        if broken := check_operands(schedule, operation):
+            raise ScheduleError(explain(schedule, index, broken))
+    contents, gradients, updates = ContentRules(schedule), GradientRules(schedule), UpdateRules(schedule)
+    races = RaceCheck(schedule.operations)
     for index, operation in enumerate(schedule.operations):
         broken = (
-            check_operands(schedule, operation)
-            or contents.step(index, operation)
+            contents.step(index, operation)
             or gradients.step(index, operation)
+            or updates.step(index, operation)
             or races.step(index, operation)
         )
         if broken:
             raise ScheduleError(explain(schedule, index, broken))
     if left := contents.finish():
         raise ScheduleError(explain(schedule, len(schedule) - 1, left))
+    _verify_cycle(schedule)
+
+
+def _verify_cycle(schedule: Schedule) -> None:
+    """Check that the end of one step cannot race with the beginning of the next."""
+    if all(operation.lane.in_order for operation in schedule):
+        return  # a step begins when all lanes but the optimizer's are idle
+    length = len(schedule)
+    operations = two_steps(schedule.operations)
+    races = RaceCheck(operations, boundary=length)
+    for index, operation in enumerate(operations):
+        if broken := races.step(index, operation):
+            raise ScheduleError(explain(schedule, index % length, broken))
 
 
 def _cycle(dependency: int) -> str:
@@ -59,9 +79,11 @@ class RaceCheck:
     It is enough to compare with the last write and the reads since then: earlier accesses are ordered before those.
     """
 
-    def __init__(self, schedule: Schedule, order: HappensBefore) -> None:
-        self._operations = schedule.operations
-        self._order = order
+    def __init__(self, operations: Sequence[Operation], boundary: int | None = None) -> None:
+        """``boundary``: index at which ``operations`` begin a second step."""
+        self._operations = operations
+        self._boundary = len(operations) if boundary is None else boundary
+        self._order = HappensBefore(operations, boundary)
         self._writer: dict[str, int] = {}
         self._readers: defaultdict[str, list[int]] = defaultdict(list)
 
@@ -85,10 +107,15 @@ class RaceCheck:
         for other in others:
             if not self._order.ordered(other, index):
                 return (
-                    f"race on {name}: %{other} ({self._operations[other].op}) need not be complete when %{index} "
-                    f"({self._operations[index].op}) starts; add 'after %{other}'"
+                    f"race on {name}: {self._name(other, index)} ({self._operations[other].op}) need not be complete when "
+                    f"%{index % self._boundary} ({self._operations[index].op}) starts; add 'after "
+                    f"{self._name(other, index)}'"
                 )
         return None
+
+    def _name(self, other: int, index: int) -> str:
+        """How operation ``index`` calls an earlier one."""
+        return f"prev %{other}" if other < self._boundary <= index else f"%{other % self._boundary}"
 
 
 def explain(schedule: Schedule, index: int, reason: str) -> str:

@@ -65,7 +65,9 @@ class GradientRules:
     def _add(self, operation: Operation) -> str | None:
         gradients, region = self._slabs[operation.reads[0]], operation.writes[0]
         if number_of(region) not in self._regions[gradients.stage]:
-            return f"{operation.reads[0]} holds gradients of stage.{gradients.stage}, which has no parameter in {region}"
+            return (
+                f"{operation.reads[0]} holds gradients of stage.{gradients.stage}, which has no parameter in {region}"
+            )
         latest = self._latest.get(region, -1)
         if gradients.index <= latest:
             return f"the gradients of %{gradients.index} are added to {region} after those of the later %{latest}"

@@ -46,8 +46,11 @@ RULES: dict[Op, Operands] = {
     ),
     Op.EVACUATE: Operands((Lane.D2H,), {K.SLAB: (1, 1)}, {K.SLAB: (1, 1)}),
     Op.ACCUMULATE: Operands((Lane.HOST,), {K.SLAB: (1, 1)}, {K.GRADIENTS: (1, 1)}),
+    Op.NORM: Operands((Lane.HOST,), {K.GRADIENTS: (1, 1)}, {K.NORM: (1, 1)}),
+    Op.CLIP: Operands((Lane.HOST,), {K.NORM: (1, _ANY)}, {K.SCALE: (1, 1)}),
+    Op.UPDATE: Operands((Lane.OPTIMIZER,), {K.GRADIENTS: (1, 1), K.SCALE: (0, 1)}, {K.WEIGHTS: (1, 1)}),
     Op.RELEASE: Operands(
-        tuple(Lane),
+        (Lane.COMPUTE, Lane.H2D, Lane.D2H, Lane.HOST),
         dict.fromkeys((K.SLOT, K.SLAB, K.VALUE, K.GRADIENT_VALUE, K.CHECKPOINT, K.TAPE), (0, _ANY)),
         {},
     ),

@@ -9,6 +9,7 @@ from torch import nn
 
 from megatrain_fx.config import Pin
 from megatrain_fx.errors import ModelDeviceError
+from megatrain_fx.extension import runtime as native
 from megatrain_fx.host_memory import HostMemory
 from megatrain_fx.layout import Layout, Place
 from megatrain_fx.private_api import version_of
@@ -34,6 +35,7 @@ class HostStore:
         self._refused: str | None = None
         self._weights = [self._fill(index) for index in range(len(layout.regions))]
         self._pointers = {name: parameter.data_ptr() for name, parameter in self.parameters.items()}
+        self.gates = [native.Gate() for _ in layout.regions]
         self._gradients: dict[int, HostMemory] = {}
         self._places = layout.places
         self._gradient_views: dict[str, torch.Tensor] = {}
@@ -51,6 +53,10 @@ class HostStore:
     def gradients(self, region: int) -> torch.Tensor:
         """The gradients of a region's trainable parameters, 1-D uint8."""
         return self._gradients[region].flat()
+
+    def gate(self, region: int) -> native.Gate:
+        """Closed while an update of the region is pending: neither its weights nor its gradients may be touched then."""
+        return self.gates[region]
 
     def reserve_gradients(self, region: int, size: int) -> bool:
         """Allocate the gradients of a region; True if smaller ones were replaced (a frozen parameter was thawed)."""

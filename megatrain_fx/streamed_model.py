@@ -1,8 +1,9 @@
 """The state behind one compiled model: its host store, device buffers, lanes, and a program for each kind of call."""
 
 import threading
+import weakref
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -11,11 +12,15 @@ from megatrain_fx.bound_schedule import BoundSchedule
 from megatrain_fx.capture import capture
 from megatrain_fx.config import StreamConfig
 from megatrain_fx.device_buffers import DeviceBuffers
-from megatrain_fx.errors import CaptureError, InputDeviceError, StaleWeightsError
+from megatrain_fx.eager_streaming import call_eagerly
+from megatrain_fx.errors import CaptureError, InputDeviceError, OutputTreeError, StaleWeightsError, UnsupportedInputError
 from megatrain_fx.execution_modes import Autocast, ExecutionModes
 from megatrain_fx.extension import runtime as native
 from megatrain_fx.model_state import preserved
+from megatrain_fx.facts import UpdateMode, Updates
+from megatrain_fx.layout import Layout
 from megatrain_fx.program import Program, build_program
+from megatrain_fx.region_updater import RegionUpdater
 from megatrain_fx.program_cache import ProgramCache
 from megatrain_fx.run import RandomState, Run
 from megatrain_fx.signature import InputSignature, ModelFlags, flatten_inputs
@@ -29,16 +34,20 @@ class StreamedModel:
     Invariant: one schedule runs at a time; slots, slabs and lanes are shared by all programs.
     """
 
+    _capturing: ClassVar[Any] = threading.RLock()  # torch.export exchanges methods of all modules while it traces
+
     def __init__(self, model: nn.Module, forward_class: type[nn.Module], config: StreamConfig) -> None:
         self.config = config
         self.forward_class = forward_class
         self.programs = ProgramCache()
-        self.buffers = DeviceBuffers(config.device)
+        self.buffers = DeviceBuffers(config.device, config.pin)
         self.store: HostStore | None = None
         self._flags = ModelFlags(model)
+        self._refused: dict[InputSignature, CaptureError] = {}
         self._lanes = native.Runtime(config.device, config.chaos)
-        self._bound: dict[tuple[int, bool], BoundSchedule] = {}
-        self._latest: Run | None = None
+        self._bound: dict[tuple[int, bool, Updates], BoundSchedule] = {}
+        self._latest: tuple[Run, Updates] | None = None
+        self._optimizer: weakref.ref[RegionUpdater] | None = None
         self._running = threading.RLock()
 
     def prepare(
@@ -51,20 +60,46 @@ class StreamedModel:
             CaptureError: see :func:`megatrain_fx.capture.capture`.
         """
         tensors, structure = flatten_inputs(model, args, kwargs)
-        signature = self._flags.signature(tensors, structure)
-        program = self.programs.find(signature)
-        if program is None:
-            self._check_devices(tensors)
-            if self.store is None:
-                move_buffers(model, self.config.device)  # before capture, whose graphs hold the buffers they use
-            random = RandomState.read(self.config.device)
-            with preserved(model):  # modules that set attributes of their own must not keep those of fake runs
-                captured = self._capture(model, args, kwargs, signature)
-                program = build_program(model, captured, self.config, self.store.layout if self.store else None)
-            random.restore(self.config.device)
-            self._take_over(model, program)
-            self.programs.add(signature, program)
+        with self._running:
+            signature = self._flags.signature(tensors, structure)
+            if signature in self._refused:
+                raise self._refused[signature]
+            program = self.programs.find(signature) or self._new_program(model, args, kwargs, tensors, signature)
         return program, tensors
+
+    @property
+    def optimizer(self) -> RegionUpdater | None:
+        """The optimizer whose updates are operations of the schedule."""
+        return None if self._optimizer is None else self._optimizer()
+
+    @optimizer.setter
+    def optimizer(self, optimizer: RegionUpdater) -> None:
+        self._optimizer = weakref.ref(optimizer)
+
+    def updates(self, layout: Layout) -> Updates:
+        """What the optimizer will do in the schedule of the next step."""
+        optimizer = self.optimizer
+        if optimizer is None or not (optimizer.updates_during_backward or optimizer.measures_norm):
+            return Updates()
+        regions = [r.index for r in layout.regions if optimizer.update_task(r.index) is not None]
+        mode = UpdateMode.DURING_BACKWARD if optimizer.updates_during_backward else UpdateMode.AFTER_CLIP
+        return Updates(mode, tuple(regions))
+
+    def call_eagerly(self, model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Run the model's own Python, unit by unit, without gradients: for calls that cannot be captured."""
+        self.synchronize()
+        with self._running:
+            move_buffers(model, self.config.device)
+            return call_eagerly(model, self.forward_class, args, kwargs, self.config.device)
+
+    def synchronize(self) -> None:
+        """Wait until no update of a parameter is pending.
+
+        Raises:
+            RuntimeError: an update failed.
+        """
+        for gate in self.store.gates if self.store is not None else ():
+            gate.wait()
 
     def start(self, program: Program, inputs: Sequence[torch.Tensor]) -> tuple[Run, list[torch.Tensor]]:
         """Run the forward pass of one call; returns its state and the values that the model returns."""
@@ -74,8 +109,9 @@ class StreamedModel:
         run.weights_version = self.store.version()
         with self._running:
             self._latest = None
-            self._bind(program, resume=False).forward(run)
-            self._latest = run if program.training else None
+            updates = self.updates(program.layout) if program.training else Updates()
+            self._bind(program, False, updates).forward(run)
+            self._latest = (run, updates) if program.training else None
         outputs = [run.returned[name] for name in program.facts.outputs]
         run.returned = {}
         return run, outputs
@@ -107,13 +143,38 @@ class StreamedModel:
         run.begin_backward(zip(program.facts.outputs, gradients, strict=True), keep, trains)
         with self._running:
             run.homes = {name: self.store.adopt_gradient(name) for name in self._trainable(program)} if trains else {}
-            resume = self._latest is not run
+            updates = self.updates(program.layout) if trains else Updates()
+            resume = self._latest is None or self._latest[0] is not run or self._latest[1] != updates
             self._latest = None
-            bound = self._bind(program, resume)
+            bound = self._bind(program, resume, updates)
+            if trains and self.optimizer is not None:
+                self.optimizer.begin_backward(run.homes)
             bound.resume(run) if resume else bound.backward(run)
             self.store.publish_gradients(run.trained)
+            if trains and self.optimizer is not None:
+                self.optimizer.end_backward(run.trained)
         inputs = len(program.captured.signature.tensors)
         return [run.gradients.get(f"grad.input.{position}") for position in range(inputs)]
+
+    def _new_program(
+        self,
+        model: nn.Module,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        tensors: Sequence[torch.Tensor],
+        signature: InputSignature,
+    ) -> Program:
+        self._check_devices(tensors)
+        if self.store is None:
+            move_buffers(model, self.config.device)  # before capture, whose graphs hold the buffers they use
+        random = RandomState.read(self.config.device)
+        with preserved(model), self._capturing:  # attributes that modules set in fake runs must not stay
+            captured = self._capture(model, args, kwargs, signature)
+            program = build_program(model, captured, self.config, self.store.layout if self.store else None)
+        random.restore(self.config.device)
+        self._take_over(model, program)
+        self.programs.add(signature, program)
+        return program
 
     def _capture(
         self, model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], signature: InputSignature
@@ -124,7 +185,11 @@ class StreamedModel:
                 return capture(model, args, kwargs, dynamic=True, **options)
             except CaptureError:
                 pass  # a model that cannot take symbolic sizes is captured for each shape
-        return capture(model, args, kwargs, **options)
+        try:
+            return capture(model, args, kwargs, **options)
+        except (OutputTreeError, UnsupportedInputError) as error:
+            self._refused[signature] = error  # capturing takes seconds, and would fail again
+            raise
 
     def _take_over(self, model: nn.Module, program: Program) -> None:
         """Move parameters to the store and buffers to the device, if this is the first program; reserve gradients."""
@@ -134,14 +199,16 @@ class StreamedModel:
             if facts.gradient_bytes and self.store.reserve_gradients(region, facts.gradient_bytes):
                 self._bound.clear()
 
-    def _bind(self, program: Program, resume: bool) -> BoundSchedule:
-        key = (id(program), resume)
+    def _bind(self, program: Program, resume: bool, updates: Updates) -> BoundSchedule:
+        """The schedule of one kind of step, bound to memory at its first use."""
+        key = (id(program), resume, updates)
         if key not in self._bound:
             assert self.store is not None
-            schedule = program.resume_schedule if resume else program.schedule
-            assert schedule is not None
+            as_built = not resume and updates == Updates()
+            schedule = program.schedule if as_built else program.lower(resume=resume, updates=updates).schedule
             memory = self.buffers.bind(schedule.buffers)
-            self._bound[key] = BoundSchedule(schedule, program, self._runners(program), self.store, memory, self._lanes)
+            runners, optimizer = self._runners(program), self.optimizer
+            self._bound[key] = BoundSchedule(schedule, program, runners, self.store, memory, self._lanes, optimizer)
         return self._bound[key]
 
     def _runners(self, program: Program) -> list[StageRunner]:

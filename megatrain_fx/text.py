@@ -10,7 +10,8 @@ from megatrain_fx.ir import Lane, Op, Operation, View
 _NAME = re.compile(r"^(?:[\w.]+|<[\w.]+>)$")
 _BUFFER_LINE = re.compile(r"^(?P<name>[\w.]+)\s+(?P<bytes>\d+) bytes$")
 _OPERATION_LINE = re.compile(
-    r"^%(?P<index>\d+)\s+= (?P<op>\w+)\s+(?P<lane>\w+)(?:\s+(?P<body>.*?))??(?:\s+after (?P<after>%\d+(?:, %\d+)*))?$"
+    r"^%(?P<index>\d+)\s+= (?P<op>\w+)\s+(?P<lane>\w+)(?:\s+(?P<body>.*?))??"
+    r"(?:\s+after (?P<after>(?:prev )?%\d+(?:, (?:prev )?%\d+)*))?$"
 )
 _BODY = re.compile(
     r"^(?:stage\.(?P<stage>\d+)\s*)?(?:T(?P<template>\d+)\s*)?(?P<reads>.*?)(?:\s*-> (?P<writes>.*?))?"
@@ -24,9 +25,9 @@ _Token = TypeVar("_Token", Op, Lane)
 def format_operation(index: int, operation: Operation, width: int = 1) -> str:
     """One line, for example ``%4 = forward compute stage.0 T0 slot.0, input.0 -> h0.0 after %2``."""
     number = f"%{index}".ljust(width + 1)
-    head = f"{number} = {operation.op.value:<10}  {operation.lane.value:<7}"
+    head = f"{number} = {operation.op.value:<10}  {operation.lane.value:<9}"
     body = _format_body(operation)
-    after = ", ".join(f"%{i}" for i in operation.after)
+    after = ", ".join((*(f"%{i}" for i in operation.after), *(f"prev %{i}" for i in operation.after_previous)))
     if after:
         return f"{head}  {body:<{_ALIGNED_BODY}}  after {after}"
     return f"{head}  {body}".rstrip()
@@ -103,7 +104,8 @@ def _parse_operation(line: str, number: int, expected_index: int) -> Operation:
         template=_integer(body["template"]),
         reads=_names(body["reads"], number),
         writes=_names(body["writes"], number),
-        after=tuple(int(part.strip()[1:]) for part in (match["after"] or "").split(",") if part.strip()),
+        after=_indices(match["after"], "%"),
+        after_previous=_indices(match["after"], "prev %"),
         view=_parse_view(body["view"], number),
     )
 
@@ -128,6 +130,12 @@ def _parse_view(text: str | None, number: int) -> View | None:
     return View(match["region"], int(match["offset"]), shape, match["dtype"])
 
 
+def _indices(text: str | None, prefix: str) -> tuple[int, ...]:
+    """Those dependencies of a list that have a prefix."""
+    parts = [part.strip() for part in (text or "").split(",")]
+    return tuple(int(part.removeprefix(prefix)) for part in parts if part.startswith(prefix))
+
+
 def _integer(text: str | None) -> int | None:
     return None if text is None else int(text)
 
@@ -137,7 +145,7 @@ def _names(text: str | None, number: int) -> tuple[str, ...]:
     for name in names:
         if not _NAME.match(name):
             raise ScheduleParseError(
-                f"line {number}: {name!r} is not the name of a buffer. Operands are '<buffer>, ... -> <buffer>, ...', and "
-                f"dependencies follow as 'after %<index>, ...'"
+                f"line {number}: {name!r} is not the name of a buffer. Expected '<buffer>, ... -> <buffer>, ...' and "
+                f"'after %<index>, ...'"
             )
     return names

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch import nn
 
 from megatrain_fx.errors import CaptureError, DataDependentGlueError, MegatrainError
 from megatrain_fx.execution_modes import Autocast, ExecutionModes
@@ -49,18 +50,21 @@ class UnitRecorder:
         calls: in the order of the calls.
         returned: the structure that the model returned.
         assigned_buffers: names of the buffers to which the glue assigned new tensors.
-        specialising: units that forced a value upon a symbolic size.
+        specialising: classes of units that forced a value upon a symbolic size.
         failure: what went wrong first in or at a unit.
     """
 
     def __init__(
-        self, originals: Originals, device: torch.device, on_plain_sizes: frozenset[Unit] = frozenset()
+        self,
+        originals: Originals,
+        device: torch.device,
+        on_plain_sizes: frozenset[type[nn.Module]] = frozenset(),
     ) -> None:
-        """Units in `on_plain_sizes` are run on plain sizes in place of symbolic ones, where that tells enough."""
+        """Units of the classes `on_plain_sizes` are run on plain sizes in place of symbolic ones, if that suffices."""
         self.calls: list[RecordedCall] = []
         self.returned: Structure | None = None
         self.assigned_buffers: tuple[str, ...] = ()
-        self.specialising: set[Unit] = set()
+        self.specialising: set[type[nn.Module]] = set()
         self.failure: tuple[Unit, Exception] | None = None
         self._originals = originals
         self._device = device
@@ -86,8 +90,8 @@ class UnitRecorder:
             tensors, sizes, structure = flatten_call(args, kwargs, _name(unit))
             if any(is_data_dependent_size(size) for size in _shapes(tensors)):
                 raise DataDependentGlueError(
-                    f"{_name(unit)} is given a tensor whose shape depends on the values of a tensor, so no schedule can "
-                    f"be made for it. {_FIXED_SIZE}, or select inside the unit."
+                    f"{_name(unit)} is given a tensor whose shape depends on the values of a tensor, so no schedule "
+                    f"can be made for it. {_FIXED_SIZE}, or select inside the unit."
                 )
         except Exception as error:
             self.failure = self.failure or (unit, error)
@@ -116,13 +120,13 @@ class UnitRecorder:
         finally:
             self._inside_unit = False
         if not all(size_symbols(size) for size in symbolic):
-            self.specialising.add(call.unit)
+            self.specialising.add(type(call.unit.module))
         # A custom operator may not return its inputs or one tensor twice, so only the metadata are passed on.
         return [torch.empty_strided(r.shape, r.stride(), dtype=r.dtype, device=r.device) for r in results]
 
     def _run(self, call: RecordedCall, values: list[torch.Tensor | int]) -> tuple[list[torch.Tensor], Structure]:
         trial = UnitTrial(call.unit, call.arguments, values)
-        if call.unit in self._on_plain_sizes:
+        if type(call.unit.module) in self._on_plain_sizes:
             with contextlib.suppress(TrialError):
                 return trial.run()
         try:

@@ -13,6 +13,7 @@ from megatrain_fx.passes.assign_slots import assign_slots
 from megatrain_fx.passes.evacuate_gradients import evacuate_gradients
 from megatrain_fx.passes.hoist_prefetches import hoist_prefetches
 from megatrain_fx.passes.insert_checkpoints import insert_checkpoints
+from megatrain_fx.passes.insert_updates import insert_updates
 from megatrain_fx.passes.lower_stages import lower_stages
 from megatrain_fx.passes.prune_dependencies import prune_dependencies
 from megatrain_fx.passes.release_values import release_values
@@ -25,6 +26,7 @@ __all__ = [
     "evacuate_gradients",
     "hoist_prefetches",
     "insert_checkpoints",
+    "insert_updates",
     "lower_stages",
     "pipeline",
     "prune_dependencies",
@@ -44,6 +46,7 @@ def pipeline(custom: Sequence[GraphTransform | SchedulePass] = ()) -> tuple[Sche
         SchedulePass(assign_slots, frozenset({Property.STREAMED}), frozenset({Property.SLOTS_ASSIGNED})),
         SchedulePass(assign_slabs, frozenset({Property.EVACUATED}), frozenset({Property.SLABS_ASSIGNED})),
         SchedulePass(hoist_prefetches, frozenset({Property.SLOTS_ASSIGNED})),
+        SchedulePass(insert_updates, frozenset({Property.EVACUATED})),
         *(one if isinstance(one, SchedulePass) else SchedulePass(one) for one in custom),
         SchedulePass(
             add_dependencies,

@@ -15,14 +15,14 @@
 #include "executor.h"
 #include "gate.h"
 #include "instruction_bindings.h"
+#include "optimizer_bindings.h"
 #include "runtime.h"
 #include "signals.h"
+#include "update_bindings.h"
 
 namespace py = pybind11;
 
 namespace megatrain {
-
-void register_optimizer(py::module_& module);  // optimizer_bindings.cpp
 
 namespace {
 
@@ -95,4 +95,5 @@ PYBIND11_MODULE(_runtime, module) {
   megatrain::register_instruction(module);
   megatrain::register_executor(module);
   megatrain::register_optimizer(module);
+  megatrain::register_updates(module);
 }

@@ -29,9 +29,9 @@ bool has_cpu_tensor(const std::vector<at::Tensor>& tensors) {
 }
 
 bool is_done_by_host(const Operation& operation) {
-  const auto* copy = std::get_if<Copy>(&operation);
-  return std::holds_alternative<RunTask>(operation) ||
-         (copy != nullptr && copy->source.is_cpu() && copy->target.is_cpu());
+  if (const auto* copy = std::get_if<Copy>(&operation)) return copy->source.is_cpu() && copy->target.is_cpu();
+  if (const auto* delivery = std::get_if<Delivery>(&operation)) return delivery->source.is_cpu();
+  return std::holds_alternative<RunTask>(operation);
 }
 
 }  // namespace
@@ -142,6 +142,8 @@ void Executor::await_stream(std::size_t index) {
 void Executor::operate(const Operation& operation) {
   if (const auto* copy = std::get_if<Copy>(&operation)) {
     transfer(*copy);
+  } else if (const auto* delivery = std::get_if<Delivery>(&operation)) {
+    transfer({delivery->source, delivery->destination->target});
   } else if (const auto* task = std::get_if<RunTask>(&operation)) {
     task->task->run();
   } else if (const auto* call = std::get_if<Call>(&operation)) {

@@ -20,6 +20,17 @@ struct Copy {
   at::Tensor target;
 };
 
+// Where deliveries go. The program points it elsewhere only before it issues an instruction that delivers.
+struct Destination {
+  at::Tensor target;
+};
+
+// A copy whose target is known only when it is issued.
+struct Delivery {
+  at::Tensor source;
+  std::shared_ptr<Destination> destination;
+};
+
 // A Python function that is given the run's context.
 struct Call {
   pybind11::object function;
@@ -32,7 +43,7 @@ struct RunTask {
 // No work: a point in a lane's order that others can wait for.
 struct Mark {};
 
-using Operation = std::variant<Copy, Call, RunTask, Mark>;
+using Operation = std::variant<Copy, Delivery, Call, RunTask, Mark>;
 
 struct Instruction {
   Step step;

@@ -26,6 +26,9 @@ using Positions = std::vector<std::size_t>;
 Operation make_copy(at::Tensor source, at::Tensor target) {
   return Copy{std::move(source), std::move(target)};
 }
+Operation make_delivery(at::Tensor source, std::shared_ptr<Destination> destination) {
+  return Delivery{std::move(source), std::move(destination)};
+}
 Operation make_call(py::object function) { return Call{std::move(function)}; }
 Operation make_task(std::shared_ptr<Task> task) { return RunTask{std::move(task)}; }
 Operation make_mark() { return Mark{}; }
@@ -104,9 +107,16 @@ py::custom_type_setup garbage_collected() {
 }  // namespace
 
 void register_instruction(py::module_& module) {
+  py::class_<Destination, std::shared_ptr<Destination>>(module, "Destination", "Where deliveries go.")
+      .def(py::init([](at::Tensor target) {
+             return std::make_shared<Destination>(Destination{std::move(target)});
+           }),
+           py::arg("target"))
+      .def_readwrite("target", &Destination::target);
   py::class_<Instruction> instruction(module, "Instruction", "One operation of a lowered schedule.",
                                       garbage_collected<Instruction, visit_function, clear_function>());
   define_kind(instruction, "copy", make_copy, py::arg("source"), py::arg("target"));
+  define_kind(instruction, "deliver", make_delivery, py::arg("source"), py::arg("destination").none(false));
   define_kind(instruction, "call", make_call, py::arg("function"));
   define_kind(instruction, "task", make_task, py::arg("task").none(false));
   define_kind(instruction, "mark", make_mark);

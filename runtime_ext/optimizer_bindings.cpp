@@ -5,6 +5,7 @@
 #include <pybind11/stl.h>
 #include <torch/csrc/utils/pybind.h>
 
+#include <memory>
 #include <optional>
 #include <string>
 #include <utility>
@@ -184,8 +185,8 @@ std::vector<std::string> instruction_sets() {
 }  // namespace
 
 void register_optimizer(pybind11::module_& m) {
-  py::class_<WorkerPool>(m, "WorkerPool",
-                         "A fixed set of threads for CPU optimizer steps, the caller included.")
+  py::class_<WorkerPool, std::shared_ptr<WorkerPool>>(
+      m, "WorkerPool", "A fixed set of threads for CPU optimizer steps, the caller included.")
       .def(py::init<int>(), py::arg("threads"))
       .def_property_readonly("threads", &WorkerPool::threads);
   m.def("instruction_sets", &instruction_sets,

@@ -94,4 +94,8 @@ def _reordered(schedule: Schedule, order: Sequence[int]) -> Schedule:
 
 
 def _renumbered(operation: Operation, numbers: Mapping[int, int]) -> Operation:
-    return replace(operation, after=tuple(sorted(numbers[other] for other in operation.after if other in numbers)))
+    return replace(
+        operation,
+        after=tuple(sorted(numbers[other] for other in operation.after if other in numbers)),
+        after_previous=tuple(sorted(numbers[other] for other in operation.after_previous if other in numbers)),
+    )

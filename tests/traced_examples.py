@@ -1,4 +1,4 @@
-"""The examples of the zoo, each traced once for all tests: one stage a unit, two slots."""
+"""The examples of the zoo, each compiled once for all tests of schedules: one stage a unit, two slots, chaos mode."""
 
 from __future__ import annotations
 
@@ -8,21 +8,29 @@ from dataclasses import dataclass, replace
 from torch import nn
 
 import megatrain_fx as megatrain
+from megatrain_fx.edge import STATE
 from megatrain_fx.graph import new_module
 from megatrain_fx.pass_manager import PassResult, run_passes
 from megatrain_fx.passes import pipeline
 from megatrain_fx.program import Program
 from megatrain_fx.schedule import Schedule
+from megatrain_fx.streamed_model import StreamedModel
 from models import Example, example
 
 
 @dataclass(frozen=True)
 class TracedExample:
-    """A compiled model that has not run yet, and the program of its training step."""
+    """A compiled model, and the program of its training step."""
 
     example: Example
     model: nn.Module
     program: Program
+
+    @property
+    def streamed(self) -> StreamedModel:
+        """The state behind the compiled model."""
+        streamed: StreamedModel = self.model.__dict__[STATE]
+        return streamed
 
     def lowered(self, **facts: object) -> PassResult:
         """The passes run again on the same stages with other facts, for example ``slots=1``."""
@@ -42,8 +50,9 @@ class TracedExample:
 
 @functools.cache
 def traced(name: str) -> TracedExample:
-    """The traced example called ``name``; in chaos mode when it runs."""
+    """The compiled example called ``name``, captured but not run."""
     chosen = example(name)
     model = megatrain.compile(chosen.make_model(), device="cpu", slots=2, stage_bytes=0, chaos=1)
-    args, kwargs = chosen.make_inputs()
-    return TracedExample(chosen, model, megatrain.trace(model, *args, **kwargs))
+    streamed: StreamedModel = model.__dict__[STATE]
+    program, _ = streamed.prepare(model, *chosen.make_inputs())
+    return TracedExample(chosen, model, program)

@@ -1,0 +1,183 @@
+"""The operator ``megatrain_fx::chunked_cross_entropy``: a linear head and its loss, with gradients, by chunks of rows.
+
+It is an operator so that whoever traces a stage meets one node, whatever the number of chunks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch.nn import functional as F
+
+from megatrain_fx.logit_chunk import LossSettings
+from megatrain_fx.logit_steps import LogitStep
+
+_NAME = "megatrain_fx::chunked_cross_entropy"
+
+# After the tensors: the gradients that are wanted, the dtype of products, and the settings.
+torch.library.define(
+    _NAME,
+    "(Tensor hidden, Tensor weight, Tensor? bias, Tensor targets, bool[] wanted, ScalarType product_dtype, bool mean, "
+    "int ignore_index, float label_smoothing, str[] steps, ScalarType dtype, int chunk_bytes, bool compiled) "
+    "-> (Tensor loss, Tensor factor, Tensor hidden_gradient, Tensor weight_gradient, Tensor bias_gradient)",
+)
+
+Results = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+def chunked_cross_entropy(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    targets: torch.Tensor,
+    wanted: Sequence[bool],
+    product_dtype: torch.dtype,
+    settings: LossSettings,
+) -> Results:
+    """Cross-entropy of the logits ``hidden @ weight.T + bias``, which are never made as a whole. Nothing is synchronised.
+
+    Args:
+        hidden: (rows, width).
+        weight: (classes, width).
+        bias: (classes), or None.
+        targets: (rows), ``int64``: class numbers, or ``settings.ignore_index``.
+        wanted: whether the gradients of ``hidden``, ``weight`` and ``bias`` are wanted.
+        product_dtype: of the matrix products, and so of the logits.
+        settings: what to compute.
+
+    Returns:
+        The loss, a scalar of ``settings.dtype``; a scalar by which the gradients are yet to be multiplied (with
+        ``torch.float16`` products, the division by the number of targets, lest small gradients vanish); the gradients
+        of ``hidden``, ``weight`` and ``bias``, of the dtype and shape of what they are of, or empty where not wanted.
+    """
+    results: Results = torch.ops.megatrain_fx.chunked_cross_entropy(
+        hidden,
+        weight,
+        bias,
+        targets,
+        list(wanted),
+        product_dtype,
+        settings.mean,
+        settings.ignore_index,
+        settings.label_smoothing,
+        [str(step) for step in settings.steps],
+        settings.dtype,
+        settings.chunk_bytes,
+        settings.compiled,
+    )
+    return results
+
+
+@torch.library.impl(_NAME, "CompositeExplicitAutograd")
+def _run(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    targets: torch.Tensor,
+    wanted: Sequence[bool],
+    product_dtype: torch.dtype,
+    mean: bool,
+    ignore_index: int,
+    label_smoothing: float,
+    steps: Sequence[str],
+    dtype: torch.dtype,
+    chunk_bytes: int,
+    compiled: bool,
+) -> Results:
+    parsed = tuple(map(LogitStep.parse, steps))
+    settings = LossSettings(mean, ignore_index, label_smoothing, parsed, dtype, chunk_bytes, compiled)
+    with torch.no_grad(), torch.autocast(hidden.device.type, enabled=False):
+        return run_by_chunks(hidden, weight, bias, targets, wanted, product_dtype, settings)
+
+
+@torch.library.register_fake(_NAME)
+def _infer(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    targets: torch.Tensor,
+    wanted: Sequence[bool],
+    product_dtype: torch.dtype,
+    mean: bool,
+    ignore_index: int,
+    label_smoothing: float,
+    steps: Sequence[str],
+    dtype: torch.dtype,
+    chunk_bytes: int,
+    compiled: bool,
+) -> Results:
+    scalars = hidden.new_empty((), dtype=dtype), hidden.new_empty((), dtype=dtype)
+    return (*scalars, *_empty_gradients(hidden, weight, bias, wanted))
+
+
+def run_by_chunks(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    targets: torch.Tensor,
+    wanted: Sequence[bool],
+    product_dtype: torch.dtype,
+    settings: LossSettings,
+) -> Results:
+    """What the operator does (see :func:`chunked_cross_entropy`), in the modes that it sets."""
+    count = (targets != settings.ignore_index).sum().to(settings.dtype)
+    one = torch.ones((), dtype=settings.dtype, device=hidden.device)
+    share = one / count.clamp(min=1) if settings.mean else one
+    now, later = (one, share) if product_dtype is torch.float16 else (share, one)
+    gradients = _empty_gradients(hidden, weight, bias, wanted)
+    for total in gradients[1:]:
+        total.zero_()
+    weight = weight.to(product_dtype)
+    bias = None if bias is None else bias.to(product_dtype)
+    loss = torch.zeros_like(one)
+    for rows in settings.chunks(hidden.shape[0], weight.shape[0]):
+        part = hidden[rows].to(product_dtype)
+        # The logits are given away, so that their memory serves the next chunk while this one's gradients are summed.
+        added, gradient = settings.chunk(F.linear(part, weight, bias), targets[rows], now, settings, any(wanted))
+        loss += added
+        if gradient is not None:
+            _add_gradients(gradients, wanted, rows, gradient, part, weight, settings.chunk_bytes)
+    return (loss / count if settings.mean else loss, later, *gradients)
+
+
+def _empty_gradients(
+    hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, wanted: Sequence[bool]
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Uninitialised tensors for the gradients, without elements where none is wanted."""
+    of_bias = hidden.new_empty(0) if bias is None or not wanted[2] else torch.empty_like(bias)
+    return (
+        torch.empty_like(hidden) if wanted[0] else hidden.new_empty(0),
+        torch.empty_like(weight) if wanted[1] else hidden.new_empty(0),
+        of_bias,
+    )
+
+
+def _add_gradients(
+    totals: Sequence[torch.Tensor],
+    wanted: Sequence[bool],
+    rows: slice,
+    gradient: torch.Tensor,
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    chunk_bytes: int,
+) -> None:
+    """Add what ``gradient``, that of the logits of some rows, means for hidden states, weight and bias."""
+    of_hidden, of_weight, of_bias = totals
+    if wanted[0]:
+        of_hidden[rows] = gradient @ weight
+    if wanted[1]:
+        _add_product(of_weight, gradient, hidden, chunk_bytes)
+    if wanted[2]:
+        of_bias += gradient.sum(0)
+
+
+def _add_product(total: torch.Tensor, gradient: torch.Tensor, hidden: torch.Tensor, most_bytes: int) -> None:
+    """Add ``gradient.T @ hidden`` to ``total``; where dtypes differ, by blocks of classes, to keep the product small."""
+    if total.dtype == gradient.dtype:
+        total.addmm_(gradient.t(), hidden)
+        return
+    size = max(most_bytes // (hidden.shape[1] * hidden.element_size()), hidden.shape[1])
+    for start in range(0, total.shape[0], size):
+        block = slice(start, start + size)
+        total[block] += gradient[:, block].t() @ hidden

@@ -1,0 +1,39 @@
+"""What a schedule needs of an optimizer: the work for each region, when to do it, and where to queue it."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Protocol
+
+from megatrain_fx.extension import runtime as native
+
+
+class RegionUpdater(Protocol):
+    """An optimizer whose steps are operations of the schedule (see :mod:`megatrain_fx.optim`)."""
+
+    @property
+    def queue(self) -> native.UpdateQueue:
+        """Where updates wait for their turn."""
+
+    @property
+    def updates_during_backward(self) -> bool:
+        """Whether the next backward pass completes the gradients of a step, and each region is updated during it."""
+
+    @property
+    def measures_norm(self) -> bool:
+        """Whether gradients are measured as they come home, to be clipped later."""
+
+    def update_task(self, region: int) -> native.Task | None:
+        """The optimizer's step of a region; None if it trains nothing there."""
+
+    def norm_task(self, region: int) -> native.Task | None:
+        """The sum of squares of a region's gradients; None if it trains nothing there."""
+
+    def priority(self, region: int) -> int:
+        """Regions of lower numbers are updated first."""
+
+    def begin_backward(self, names: Collection[str]) -> None:
+        """Get ready for a backward pass that may give gradients to these parameters."""
+
+    def end_backward(self, names: Collection[str]) -> None:
+        """Learn which parameters received gradients."""
