@@ -47,7 +47,7 @@ extension, builder = runtime_extension()
 setup(
     name="megatrain-fx",
     version="0.1.0",
-    packages=["megatrain_fx", "megatrain_fx.passes"],
+    packages=["megatrain_fx", "megatrain_fx.optim", "megatrain_fx.passes"],
     package_dir={"megatrain_fx": "megatrain_fx", "megatrain_fx.passes": "passes"},
     package_data={"megatrain_fx": ["py.typed", "*.pyi"]},
     ext_modules=[extension],

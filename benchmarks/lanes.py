@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -12,14 +12,15 @@ from systems import Training
 REPEATS = 3
 
 
-def lanes_alone(training: Training, tokens: torch.Tensor, device: torch.device) -> dict[str, Any]:
+def lanes_alone(training: Training, tokens: torch.Tensor, device: torch.device, *, clipped: bool) -> dict[str, Any]:
     """Seconds and bytes of each lane of one step, alone.
 
     Args:
-        training: by `systems.megatrain`, after some steps. With clipping, all updates begin at `update`, so their time
-            alone is what passes until they are done; without, they belong to the backward pass and are not timed here.
+        training: by `systems.megatrain`, after some steps.
         tokens: of the call whose schedule is meant.
         device: where the model computes.
+        clipped: all updates begin when `update` is called, so that their time alone can be told; without clipping they
+            belong to the backward pass, and `update_seconds` is None.
     """
     from megatrain_fx import trace
     from megatrain_fx.edge import STATE
@@ -38,7 +39,7 @@ def lanes_alone(training: Training, tokens: torch.Tensor, device: torch.device) 
         "h2d_bytes": sum(region.numel() for region in weights),
         "d2h_seconds": _copy_seconds(gradients, device, inward=False),
         "d2h_bytes": sum(region.numel() for region in gradients),
-        "update_seconds": _update_seconds(training, device),
+        "update_seconds": min(_update_rounds(training, device)) if clipped else None,
     }
 
 
@@ -58,12 +59,8 @@ def _copy_seconds(regions: list[torch.Tensor], device: torch.device, *, inward: 
     return min(rounds)
 
 
-def _update_seconds(training: Training, device: torch.device) -> float:
-    """From the call of the optimizer to the end of its last update, nothing else running; the shortest of some rounds."""
-    return min(_rounds(training, device))
-
-
-def _rounds(training: Training, device: torch.device) -> Iterable[float]:
+def _update_rounds(training: Training, device: torch.device) -> Iterator[float]:
+    """Seconds from the call of the optimizer to the end of its last update, with nothing else running."""
     for _ in range(REPEATS):
         training.differentiate()
         _wait(device)

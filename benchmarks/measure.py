@@ -76,7 +76,7 @@ def measure(request: Request) -> dict[str, Any]:
     seen.update(tokens_per_second=request.workload.tokens / seen["step_seconds"])
     seen.update(host_memory(baseline, parameters))
     if request.alone:
-        seen.update(lanes_alone(training, tokens, device))
+        seen.update(lanes_alone(training, tokens, device, clipped=request.clip is not None))
     seen["total_seconds"] = time.perf_counter() - started
     return seen
 
@@ -84,8 +84,8 @@ def measure(request: Request) -> dict[str, Any]:
 def train(training: Training, request: Request, device: torch.device) -> dict[str, Any]:
     """Train and time: a block of steps with nothing in between, then some steps one by one.
 
-    The block begins and ends just after a step, with the device idle but without waiting for updates on the CPU, so that
-    work which a step leaves to the next one is counted exactly once.
+    The block begins and ends just after a step, with the device idle but without waiting for updates on the CPU:
+    what a step leaves to the next one is so counted exactly once.
     """
     begin = time.perf_counter()
     first_loss = float(training.step())
@@ -128,16 +128,13 @@ def timed_block(training: Training, steps: int, device: torch.device) -> tuple[f
 
 
 def host_memory(baseline: dict[str, int], parameters: int) -> dict[str, Any]:
-    """Host memory now; growth since the baseline, of the process and of the machine, the larger a parameter."""
+    """Host memory now and at its peak; growth since the baseline, a parameter, of the process and of the machine."""
     process, machine = resident_bytes(), machine_bytes_in_use()
-    growth = process - baseline["resident"], machine - baseline["machine"]
     return {
         "host_bytes": process,
         "host_peak_bytes": peak_resident_bytes(),
-        "host_growth_bytes": growth[0],
-        "machine_growth_bytes": growth[1],
-        "host_bytes_per_parameter": growth[0] / parameters,
-        "machine_bytes_per_parameter": growth[1] / parameters,
+        "host_bytes_per_parameter": (process - baseline["resident"]) / parameters,
+        "machine_bytes_per_parameter": (machine - baseline["machine"]) / parameters,
     }
 
 

@@ -19,6 +19,9 @@ ZERO3_CLIP = 1.0
 MEGATRAIN_OPTIONS: dict[str, Any] = {"template": "inductor", "stage_bytes": 0, "slots": 3}
 """Fields of `megatrain_fx.StreamConfig` that differ from its defaults."""
 
+OPTIMIZER = "optimizer."
+"""What the name of an option of `megatrain_fx.optim.AdamW` begins with, for example `optimizer.threads`."""
+
 
 def _nothing() -> None:
     pass
@@ -54,7 +57,7 @@ class Setting:
     Attributes:
         tokens: int64 (batch, sequence) on the device; also the labels.
         clip: largest norm of all gradients together; None for no clipping.
-        options: overrides of `MEGATRAIN_OPTIONS`.
+        options: overrides of `MEGATRAIN_OPTIONS`; names that begin with `optimizer.` go to the optimizer instead.
     """
 
     tokens: torch.Tensor
@@ -111,7 +114,7 @@ def zero3(model: nn.Module, setting: Setting) -> Training:
     engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
 
     def differentiate() -> torch.Tensor:
-        loss = engine(input_ids=setting.tokens, labels=setting.tokens).loss
+        loss: torch.Tensor = engine(input_ids=setting.tokens, labels=setting.tokens).loss
         engine.backward(loss)
         return loss.detach()
 
@@ -122,9 +125,12 @@ def megatrain(model: nn.Module, setting: Setting) -> Training:
     """This project: one line and its optimizer."""
     import megatrain_fx
 
-    model = megatrain_fx.compile(model, device=setting.device, **{**MEGATRAIN_OPTIONS, **setting.options})
-    limits = {} if setting.clip is None else {"max_grad_norm": setting.clip}
-    optimizer = megatrain_fx.optim.AdamW(model, lr=LEARNING_RATE, weight_decay=WEIGHT_DECAY, **limits)
+    streaming = {name: value for name, value in setting.options.items() if not name.startswith(OPTIMIZER)}
+    updating = {n.removeprefix(OPTIMIZER): value for n, value in setting.options.items() if n.startswith(OPTIMIZER)}
+    model = megatrain_fx.compile(model, device=setting.device, **{**MEGATRAIN_OPTIONS, **streaming})
+    if setting.clip is not None:
+        updating["max_grad_norm"] = setting.clip
+    optimizer = megatrain_fx.optim.AdamW(model, lr=LEARNING_RATE, weight_decay=WEIGHT_DECAY, **updating)
 
     def update() -> None:
         optimizer.step()
@@ -189,7 +195,7 @@ def zero3_config(batch: int, clip: float) -> dict[str, Any]:
 
 def _differentiate(model: nn.Module, setting: Setting) -> Callable[[], torch.Tensor]:
     def differentiate() -> torch.Tensor:
-        loss = model(input_ids=setting.tokens, labels=setting.tokens).loss
+        loss: torch.Tensor = model(input_ids=setting.tokens, labels=setting.tokens).loss
         loss.backward()
         return loss.detach()
 

@@ -6,6 +6,7 @@
 The schedule of a training step is produced by torch.fx passes, printed, verified, and run by a small C++ runtime.
 """
 
+from megatrain_fx import optim
 from megatrain_fx.compiler import compile, synchronize, trace  # noqa: A004
 from megatrain_fx.config import StreamConfig
 from megatrain_fx.errors import (
@@ -17,6 +18,7 @@ from megatrain_fx.errors import (
     MegatrainError,
     ModelDeviceError,
     NoParametersError,
+    OptimizerError,
     OutputTreeError,
     PassError,
     RuntimeExtensionError,
@@ -39,6 +41,7 @@ __all__ = [
     "MemoryReport",
     "ModelDeviceError",
     "NoParametersError",
+    "OptimizerError",
     "OutputTreeError",
     "PassError",
     "Program",
@@ -51,6 +54,7 @@ __all__ = [
     "UnsupportedInputError",
     "compile",
     "memory",
+    "optim",
     "synchronize",
     "trace",
 ]

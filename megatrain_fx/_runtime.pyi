@@ -87,6 +87,57 @@ class AccumulateTask(Task):
         """Does it now, on the calling thread."""
 
 @final
+class HostMapping:
+    """Anonymous memory of whole pages, zero at first: it lives as long as this object or any tensor made of it."""
+
+    def __init__(self, bytes: int) -> None:
+        """Maps memory, for huge pages where it is large enough.
+
+        Raises:
+            MemoryError: the system has no more.
+            ValueError: `bytes` is negative.
+        """
+    def tensor(self, offset: int, count: int, dtype: torch.dtype) -> torch.Tensor:
+        """`count` elements at `offset` bytes, shape (count,), with a storage of their own.
+
+        Raises:
+            ValueError: they are misaligned or reach outside.
+        """
+    def set_inherited(self, inherited: bool) -> None:
+        """Keeps the memory out of processes that are forked from now on, or lets them have a copy again."""
+    def before_unmap(self, release: Callable[[], object]) -> None:
+        """`release` is called once before the memory is unmapped; not in a forked process, nor at the interpreter's end."""
+    @property
+    def address(self) -> int: ...
+    @property
+    def bytes(self) -> int: ...
+    @property
+    def mapped_bytes(self) -> int:
+        """Size of all its pages."""
+
+def return_freed_memory() -> None:
+    """Returns to the system what malloc keeps of freed memory."""
+
+@final
+class Staging:
+    """Two pinned buffers through which one lane copies unregistered host memory, by chunks of a buffer's size."""
+
+    def __init__(self, first: torch.Tensor, second: torch.Tensor, device: torch.device, threads: int = 1) -> None:
+        """Keeps the buffers.
+
+        Args:
+            first, second: uint8, shape (bytes,), on the CPU, pinned if `device` is an accelerator.
+            device: the other end of the copies.
+            threads: how many threads copy on the host, the lane's included.
+
+        Raises:
+            ValueError: a buffer is none of that, is empty, or the two differ in size.
+        """
+    @property
+    def chunk_bytes(self) -> int:
+        """Size of one buffer."""
+
+@final
 class Destination:
     """Where deliveries go."""
 
@@ -134,6 +185,34 @@ class Instruction:
         opens: Sequence[Gate] = ...,
     ) -> Instruction:
         """Copies `source` to wherever `destination` points when the instruction is reached."""
+    @staticmethod
+    def staged_copy(
+        name: str,
+        lane: Lane,
+        source: torch.Tensor,
+        target: torch.Tensor,
+        staging: Staging,
+        waits: Sequence[int],
+        *,
+        poison: Sequence[torch.Tensor] = ...,
+        gates: Sequence[Gate] = ...,
+        opens: Sequence[Gate] = ...,
+    ) -> Instruction:
+        """Copies host memory to the device through staging buffers of the lane; both are uint8, shape (bytes,)."""
+    @staticmethod
+    def staged_deliver(
+        name: str,
+        lane: Lane,
+        source: torch.Tensor,
+        destination: Destination,
+        staging: Staging,
+        waits: Sequence[int],
+        *,
+        poison: Sequence[torch.Tensor] = ...,
+        gates: Sequence[Gate] = ...,
+        opens: Sequence[Gate] = ...,
+    ) -> Instruction:
+        """Copies device memory to wherever `destination` points, through staging buffers; tensors as `staged_copy`."""
     @staticmethod
     def call(
         name: str,
@@ -407,8 +486,8 @@ class NormTask(Task):
     def set_segments(self, segments: Sequence[tuple[int, int, torch.dtype]]) -> None:
         """Says what the next runs measure: (byte offset, number of elements, their dtype).
 
-        Blocks, without the GIL, while a run is in progress. Raises ValueError for a segment that is misaligned, outside,
-        or of another type than float32 and bfloat16.
+        Blocks, without the GIL, while a run is in progress. Raises ValueError for a segment that is misaligned,
+        outside, or of another type than float32 and bfloat16.
         """
     def run(self) -> None:
         """Does it now, on the calling thread and the pool."""

@@ -24,6 +24,7 @@ _LANES = {
     Lane.OPTIMIZER: native.Lane.host,  # which only hands the update to the optimizer's own queue
 }
 _Call = Callable[[Run], None]
+_Heading = tuple[str, native.Lane]
 
 
 class BoundSchedule:
@@ -91,7 +92,8 @@ class BoundSchedule:
         trainable = self._runners[self._stage(journey.backward)].trainable
         places = {p.name: p for p in self._program.layout.regions[journey.region].places if p.name in trainable}
         views = {name: place.view(device) for name, place in places.items()}
-        homecoming = Homecoming(native.Destination(host[:size]), task, host[:size], home, places, views)
+        destination = native.Destination(host[:size])
+        homecoming = Homecoming(journey.region, destination, task, host[:size], home, places, views)
         self._homecomings[journey.backward].append(homecoming)
         return homecoming
 
@@ -110,21 +112,34 @@ class BoundSchedule:
             if operation.op is Op.PREFETCH:
                 region = number_of(operation.reads[0])
                 slot_of[region] = operation.writes[0]
-                source = self._store.weights(region)
-                target = self._memory[operation.writes[0]][: source.numel()]
-                gates = [self._store.gate(region)]
-                yield native.Instruction.copy(*heading, source, target, waits, gates=gates)
+                yield self._prefetch(heading, region, self._memory[operation.writes[0]], waits)
             elif operation.op is Op.EVACUATE:
                 homecoming, journey = departures[index], self._evacuations[index]
                 source = self._memory[operation.reads[0]][: homecoming.home.numel()]
-                gates = [self._store.gate(journey.region)]
-                yield native.Instruction.deliver(*heading, source, homecoming.evacuation, waits, gates=gates)
+                yield self._evacuate(heading, journey.region, source, homecoming.evacuation, waits)
             elif operation.op in (Op.ACCUMULATE, Op.NORM, Op.UPDATE):
                 yield native.Instruction.task(*heading, self._task(index, operation, arrivals), waits)
             elif (call := self._call(index, operation, slot_of)) is not None:
                 yield native.Instruction.call(*heading, call, waits, poison=self._poison(operation))
             else:
                 yield native.Instruction.mark(*heading, waits, poison=self._poison(operation))
+
+    def _prefetch(self, heading: _Heading, region: int, slot: torch.Tensor, waits: list[int]) -> native.Instruction:
+        source = self._store.weights(region)
+        target, gates = slot[: source.numel()], [self._store.gate(region)]
+        staging = self._store.inbound(region)
+        if staging is None:
+            return native.Instruction.copy(*heading, source, target, waits, gates=gates)
+        return native.Instruction.staged_copy(*heading, source, target, staging, waits, gates=gates)
+
+    def _evacuate(
+        self, heading: _Heading, region: int, source: torch.Tensor, target: native.Destination, waits: list[int]
+    ) -> native.Instruction:
+        gates = [self._store.gate(region)]
+        staging = self._store.outbound(region)
+        if staging is None:
+            return native.Instruction.deliver(*heading, source, target, waits, gates=gates)
+        return native.Instruction.staged_deliver(*heading, source, target, staging, waits, gates=gates)
 
     def _task(self, index: int, operation: Operation, arrivals: Mapping[int, Homecoming]) -> native.Task:
         """The C++ work of an operation of the host's."""
@@ -176,11 +191,14 @@ class BoundSchedule:
     def _backward_call(self, index: int, operation: Operation, runner: StageRunner) -> _Call:
         leaving = tuple(name for name in operation.writes if kind_of(name) is BufferKind.GRADIENT_VALUE)
         homecomings = tuple(self._homecomings[index])
+        optimizer = self._optimizer
 
         def backward(run: Run) -> None:
             gradients = runner.backward(run, leaving)
+            run.trained.update(dict.fromkeys(gradients))
             for homecoming in homecomings:
                 homecoming.send(gradients, run.homes)
-            run.trained.update(dict.fromkeys(gradients))
+                if optimizer is not None:
+                    optimizer.narrow(homecoming.region, run.trained.keys())
 
         return backward

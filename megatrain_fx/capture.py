@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import logging
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -15,8 +16,10 @@ from torch.export.graph_signature import InputKind
 
 from megatrain_fx.capture_failure import explain
 from megatrain_fx.captured_graph import build_captured_graph
-from megatrain_fx.model_state import all_tensors, assigned_buffers, preserved, replace_tensors
-from megatrain_fx.private_api import as_in_eager_mode, new_fake_mode, size_symbols
+from megatrain_fx.errors import CaptureError
+from megatrain_fx.host_randomness import HostRandomState
+from megatrain_fx.model_state import all_tensors, observed_assignments, preserved, replace_tensors
+from megatrain_fx.private_api import as_in_eager_mode, custom_functions, new_fake_mode, size_symbols
 from megatrain_fx.signature import InputSignature, ModelFlags, Structure, Value, flatten_inputs
 from megatrain_fx.symbolic_signature import SymbolicSignature
 from megatrain_fx.tree import leaf_names
@@ -26,6 +29,7 @@ from megatrain_fx.unit_trial import Originals
 from megatrain_fx.units import find_units
 
 _PREFIX = "model."
+logger = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,6 +94,7 @@ def capture(
     Raises:
         UnsupportedInputError, OutputTreeError, DataDependentGlueError, CaptureError: as their texts say.
     """
+    randomness = HostRandomState.read()
     tensors, structure = flatten_inputs(model, args, kwargs)
     signature = ModelFlags(model).signature(tensors, structure)
     dims = [{dim for dim, size in enumerate(tensor.shape) if dynamic and size > 1} for tensor in tensors]
@@ -101,8 +106,23 @@ def capture(
         program = _export(_Entry(model, structure, recorder), tensors, retried, device, forward_class)
     graph_module, unit_calls = build_captured_graph(program, model, _PREFIX, recorder, _input_names(model, structure))
     assert recorder.returned is not None
+    _check_side_effects(model, recorder, randomness)
     symbolic = SymbolicSignature.read(graph_module, signature) if dynamic else None
     return Captured(graph_module, unit_calls, OutputTree(recorder.returned), signature, symbolic)
+
+
+def _check_side_effects(model: nn.Module, recorder: UnitRecorder, randomness: HostRandomState) -> None:
+    """Refuse what would go wrong silently, and tell of what is left out."""
+    name = type(model).__name__
+    if HostRandomState.read() != randomness:
+        randomness.restore()
+        raise CaptureError(
+            f"{name} draws random numbers from Python's random or from NumPy outside every unit, and a captured graph "
+            "would repeat the outcome. Draw with torch and choose with torch.where, or move it into a unit."
+        )
+    if recorder.assignments.attributes:
+        names = ", ".join(recorder.assignments.attributes)
+        logger.warning("%s assigns to %s outside every unit; a captured graph does not repeat that", name, names)
 
 
 class _Entry(nn.Module):
@@ -118,10 +138,16 @@ class _Entry(nn.Module):
 
     def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         args, kwargs = self.structure.rebuild(tensors)
-        with assigned_buffers(self.model) as assigned, as_in_eager_mode():
+        with observed_assignments(self.model) as assignments, as_in_eager_mode(), self.recorder.functions_opaque():
             results, self.recorder.returned = flatten_outputs(self.model.forward(*args, **kwargs), self.name)
-        self.recorder.assigned_buffers = tuple(assigned)
-        return (*results, *assigned.values())
+        if functions := custom_functions(results):
+            raise CaptureError(
+                f"{self.name} applies {', '.join(sorted(functions))} outside every unit by a saved reference to its "
+                "apply, so its backward would be lost. Call it as Function.apply(...), or move it into a module that "
+                "owns parameters."
+            )
+        self.recorder.assignments = assignments
+        return (*results, *assignments.buffers.values())
 
 
 def _export(

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import operator
+import re
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,14 +14,13 @@ from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind, InputSpec
 
 from megatrain_fx.errors import CaptureError
-from megatrain_fx.execution_modes import ExecutionModes
-from megatrain_fx.glue_regions import rewrite_regions
+from megatrain_fx.execution_modes import ExecutionModes, run_region
+from megatrain_fx.glue_regions import region_arguments, rewrite_regions
 from megatrain_fx.private_api import is_fake, writes_first_argument
-from megatrain_fx.unit_call import UnitCall
-from megatrain_fx.unit_recording import UnitRecorder
+from megatrain_fx.unit_call import FunctionCall, UnitCall
+from megatrain_fx.unit_recording import AppliedFunction, UnitRecorder
 
 _UNIT = torch.ops.megatrain_fx.unit.default
-_COPY = torch.ops.aten.copy_.default
 # Checks and bounds that export adds; the shapes they speak of are part of the input signature.
 _CHECKS = frozenset(
     getattr(torch.ops.aten, name).default
@@ -35,7 +36,10 @@ def build_captured_graph(
     Raises:
         CaptureError: a unit is called in a part of the graph that cannot be opened.
     """
-    rewrite_regions(program.graph_module, _is_unit_call)
+    for node in program.graph.nodes:
+        if node.stack_trace:
+            node.meta["stack_trace"] = _without_own_frames(node.stack_trace)
+    rewrite_regions(program.graph_module, _is_opaque_call)
     builder = _Builder(program, model, prefix, recorder)
     builder.add_inputs(input_names)
     for node in program.graph_module.graph.nodes:
@@ -47,7 +51,7 @@ def build_captured_graph(
     return graph_module, tuple(builder.unit_calls)
 
 
-def _is_unit_call(node: fx.Node) -> bool:
+def _is_opaque_call(node: fx.Node) -> bool:
     return node.target is _UNIT
 
 
@@ -86,8 +90,8 @@ class _Builder:
         """Append what stands for `node`."""
         if node.op == "placeholder" or node.target in _CHECKS:
             return
-        if _is_unit_call(node):
-            self._add_unit_call(node)
+        if _is_opaque_call(node):
+            self._add_opaque_call(node)
         elif node.op == "output":
             self._add_output(node)
         else:
@@ -118,10 +122,17 @@ class _Builder:
             tensor = self._tensors[target]
             return self._first_names[id(tensor)], tensor
         if spec.kind is not InputKind.CONSTANT_TENSOR:
-            raise CaptureError(f"the glue uses {target!r}, an object that is no tensor ({spec.kind.name.lower()})")
+            raise CaptureError(
+                f"the glue uses an object that is no tensor (of kind {spec.kind.name}){_users_line(node)}"
+            )
         value = self._program.constants[spec.target]
         if is_fake(value):
-            raise CaptureError(_escaped(node))
+            raise CaptureError(
+                f"the glue uses a tensor of shape {tuple(value.shape)} of which tracing does not know how it was made: "
+                "inside a unit, from where it came by a forward hook or an attribute, or by .data. Let the unit return "
+                "it (for a Hugging Face model: output_hidden_states, output_attentions and output_router_logits must "
+                f"be False), and use detach().{_users_line(node)}"
+            )
         name = f"_constant_{self._constants}"
         self._constants += 1
         return name, value.detach().to(node.meta["val"].device)
@@ -135,54 +146,73 @@ class _Builder:
             )
         self.attributes[str(node.target)] = module
 
-    def _add_unit_call(self, node: fx.Node) -> None:
-        tensors, sizes, call_id = node.args
+    def _add_opaque_call(self, node: fx.Node) -> None:
+        tensors, sizes, _, call_id = node.args
         call = self._recorder.calls[call_id]  # type: ignore[index]
         assert call.outputs is not None
         modes = node.meta.pop("modes", ExecutionModes())
-        module = UnitCall(call.unit.module, call.unit.path, call.arguments, call.outputs, modes)
+        values = tuple(self._copy_of(v) if isinstance(v, fx.Node) else v for v in (*tensors, *sizes))  # type: ignore[misc]
+        if isinstance(call.unit.module, AppliedFunction):
+            function = FunctionCall(call.unit.module.function, call.arguments, call.outputs)
+            copy = self._add_function_call(function, modes, values)
+        else:
+            unit_call = UnitCall(call.unit.module, call.unit.path, call.arguments, call.outputs, modes)
+            copy = self._add_unit_call(unit_call, values)
+        copy.meta = {**node.meta, "val": tuple(node.meta["val"])}
+        self._copies[node] = copy
+
+    def _add_unit_call(self, module: UnitCall, values: tuple[Any, ...]) -> fx.Node:
         name = f"unit_call_{len(self.unit_calls)}"
         self.unit_calls.append(module)
         self.attributes[name] = module
-        values = tuple(self._copy_of(v) if isinstance(v, fx.Node) else v for v in (*tensors, *sizes))  # type: ignore[misc]
-        copy = self.graph.create_node("call_module", name, values)
-        copy.meta = {**node.meta, "val": tuple(node.meta["val"])}
-        self._copies[node] = copy
+        return self.graph.create_node("call_module", name, values)
+
+    def _add_function_call(self, module: FunctionCall, modes: ExecutionModes, values: tuple[Any, ...]) -> fx.Node:
+        name = f"function_call_{sum(isinstance(value, FunctionCall) for value in self.attributes.values())}"
+        self.attributes[name] = module
+        return self.graph.call_function(run_region, region_arguments(modes, self.graph.get_attr(name), values))
 
     def _add_output(self, node: fx.Node) -> None:
         """Write the assigned buffers last, as the exported graph returns their new values after the model's outputs."""
         returned: list[fx.Node] = list(node.args[0])  # type: ignore[arg-type]
-        names = self._recorder.assigned_buffers
-        outputs = returned[: len(returned) - len(names)]
-        results = [self._copy_of(output) for output in outputs]
-        for name, value in zip(names, returned[len(outputs) :], strict=True):
-            self._assign_buffer(name, value, results)
-        self.graph.output(tuple(results))
+        names = list(self._recorder.assignments.buffers)
+        results = [self._copy_of(value) for value in returned]
+        outputs, assigned = results[: len(results) - len(names)], results[len(results) - len(names) :]
+        targets = [self._attribute(self._first_names[id(self._tensors[name])], self._tensors[name]) for name in names]
+        pairs = [(buffer, new) for buffer, new in zip(targets, assigned, strict=True) if _origin(new) is not buffer]
+        written = {buffer for buffer, _ in pairs}
+        # Outputs and new values that are buffers themselves are read before any buffer is written.
+        outputs = [
+            self._apply(torch.ops.aten.clone, value) if _origin(value) in written else value for value in outputs
+        ]
+        pairs = [(buffer, self._detached(value)) for buffer, value in pairs]
+        for buffer, value in pairs:
+            self._apply(torch.ops.aten.copy_, buffer, value)
+        self.graph.output(tuple(outputs))
 
-    def _assign_buffer(self, name: str, value: fx.Node, results: list[fx.Node]) -> None:
-        """Write `value` into a buffer, unless it is that buffer, updated in place; results keep the old value."""
-        buffer = self._attribute(self._first_names[id(self._tensors[name])], self._tensors[name])
-        source = self._copy_of(value)
-        if _updated_in_place(source) is buffer:
-            return
-        for index, result in enumerate(results):
-            if _updated_in_place(result) is buffer:
-                results[index] = self.graph.call_function(torch.ops.aten.clone.default, (result,))
-        detached = self.graph.call_function(torch.ops.aten.detach.default, (source,))
-        self.graph.call_function(_COPY, (buffer, detached))
+    def _detached(self, value: fx.Node) -> fx.Node:
+        detached = self._apply(torch.ops.aten.detach, value)
+        return self._apply(torch.ops.aten.clone, detached) if _origin(value).op == "get_attr" else detached
 
-
-def _escaped(constant: fx.Node) -> str:
-    used = [user.stack_trace for user in constant.users if user.stack_trace]
-    return (
-        f"the glue uses a tensor of shape {tuple(constant.meta['val'].shape)} that was made inside a unit and reached "
-        "the glue by a forward hook or an attribute, which a captured graph does not repeat. Let the unit return it "
-        "(for a Hugging Face model: output_hidden_states, output_attentions and output_router_logits must be "
-        f"False).\n{''.join(used[:1])}"
-    )
+    def _apply(self, operator_: Any, *args: fx.Node) -> fx.Node:
+        """Append an operator whose result looks like its first argument."""
+        node = self.graph.call_function(operator_.default, args)
+        node.meta = dict(args[0].meta)
+        return node
 
 
-def _updated_in_place(node: fx.Node) -> fx.Node:
+def _users_line(node: fx.Node) -> str:
+    """The first place that uses a value, as far as known."""
+    return next((f"\n{user.stack_trace}" for user in node.users if user.stack_trace), "")
+
+
+def _without_own_frames(stack_trace: str) -> str:
+    """A stack trace of a node, from the model's forward on."""
+    frames = re.split(r'(?m)^(?=\s*File ")', stack_trace)
+    return "".join(frame for frame in frames if f'File "{Path(__file__).parent}' not in frame).lstrip()
+
+
+def _origin(node: fx.Node) -> fx.Node:
     """The node whose tensor object `node` returns, following operators that return the argument that they write."""
     while writes_first_argument(node.target) and isinstance(node.args[0], fx.Node):
         node = node.args[0]
@@ -191,7 +221,7 @@ def _updated_in_place(node: fx.Node) -> fx.Node:
 
 def _holds_unit_call(graph_module: fx.GraphModule) -> bool:
     modules = [module for module in graph_module.modules() if isinstance(module, fx.GraphModule)]
-    return any(_is_unit_call(node) for module in modules for node in module.graph.nodes)
+    return any(_is_opaque_call(node) for module in modules for node in module.graph.nodes)
 
 
 def _remove_unused(graph: fx.Graph) -> None:

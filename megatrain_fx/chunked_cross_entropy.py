@@ -6,6 +6,7 @@ It is an operator so that whoever traces a stage meets one node, whatever the nu
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch.nn import functional as F
@@ -35,7 +36,7 @@ def chunked_cross_entropy(
     product_dtype: torch.dtype,
     settings: LossSettings,
 ) -> Results:
-    """Cross-entropy of the logits ``hidden @ weight.T + bias``, which are never made as a whole. Nothing is synchronised.
+    """Cross-entropy of the logits ``hidden @ weight.T + bias``, which are never made as a whole; no value is read back.
 
     Args:
         hidden: (rows, width).
@@ -69,7 +70,6 @@ def chunked_cross_entropy(
     return results
 
 
-@torch.library.impl(_NAME, "CompositeExplicitAutograd")
 def _run(
     hidden: torch.Tensor,
     weight: torch.Tensor,
@@ -89,6 +89,9 @@ def _run(
     settings = LossSettings(mean, ignore_index, label_smoothing, parsed, dtype, chunk_bytes, compiled)
     with torch.no_grad(), torch.autocast(hidden.device.type, enabled=False):
         return run_by_chunks(hidden, weight, bias, targets, wanted, product_dtype, settings)
+
+
+torch.library.impl(_NAME, "CompositeExplicitAutograd", _run)
 
 
 @torch.library.register_fake(_NAME)
@@ -125,20 +128,48 @@ def run_by_chunks(
     one = torch.ones((), dtype=settings.dtype, device=hidden.device)
     share = one / count.clamp(min=1) if settings.mean else one
     now, later = (one, share) if product_dtype is torch.float16 else (share, one)
-    gradients = _empty_gradients(hidden, weight, bias, wanted)
-    for total in gradients[1:]:
-        total.zero_()
+    sums = _Sums(torch.zeros_like(one), *_empty_gradients(hidden, weight, bias, wanted))
+    sums.weight_gradient.zero_()
+    sums.bias_gradient.zero_()
     weight = weight.to(product_dtype)
     bias = None if bias is None else bias.to(product_dtype)
-    loss = torch.zeros_like(one)
     for rows in settings.chunks(hidden.shape[0], weight.shape[0]):
-        part = hidden[rows].to(product_dtype)
-        # The logits are given away, so that their memory serves the next chunk while this one's gradients are summed.
-        added, gradient = settings.chunk(F.linear(part, weight, bias), targets[rows], now, settings, any(wanted))
-        loss += added
-        if gradient is not None:
-            _add_gradients(gradients, wanted, rows, gradient, part, weight, settings.chunk_bytes)
-    return (loss / count if settings.mean else loss, later, *gradients)
+        sums.add(rows, hidden[rows].to(product_dtype), weight, bias, targets[rows], now, wanted, settings)
+    loss = sums.loss / count if settings.mean else sums.loss
+    return loss, later, sums.hidden_gradient, sums.weight_gradient, sums.bias_gradient
+
+
+@dataclass
+class _Sums:
+    """What chunks add up to."""
+
+    loss: torch.Tensor
+    hidden_gradient: torch.Tensor
+    weight_gradient: torch.Tensor
+    bias_gradient: torch.Tensor
+
+    def add(
+        self,
+        rows: slice,
+        hidden: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        targets: torch.Tensor,
+        scale: torch.Tensor,
+        wanted: Sequence[bool],
+        settings: LossSettings,
+    ) -> None:
+        """Add one chunk. Nothing as large as its logits outlives the call."""
+        loss, gradient = settings.chunk(F.linear(hidden, weight, bias), targets, scale, settings, any(wanted))
+        self.loss += loss
+        if gradient is None:
+            return
+        if wanted[0]:
+            self.hidden_gradient[rows] = gradient @ weight
+        if wanted[1]:
+            _add_product(self.weight_gradient, gradient, hidden, settings.chunk_bytes)
+        if wanted[2]:
+            self.bias_gradient += gradient.sum(0)
 
 
 def _empty_gradients(
@@ -153,27 +184,8 @@ def _empty_gradients(
     )
 
 
-def _add_gradients(
-    totals: Sequence[torch.Tensor],
-    wanted: Sequence[bool],
-    rows: slice,
-    gradient: torch.Tensor,
-    hidden: torch.Tensor,
-    weight: torch.Tensor,
-    chunk_bytes: int,
-) -> None:
-    """Add what ``gradient``, that of the logits of some rows, means for hidden states, weight and bias."""
-    of_hidden, of_weight, of_bias = totals
-    if wanted[0]:
-        of_hidden[rows] = gradient @ weight
-    if wanted[1]:
-        _add_product(of_weight, gradient, hidden, chunk_bytes)
-    if wanted[2]:
-        of_bias += gradient.sum(0)
-
-
 def _add_product(total: torch.Tensor, gradient: torch.Tensor, hidden: torch.Tensor, most_bytes: int) -> None:
-    """Add ``gradient.T @ hidden`` to ``total``; where dtypes differ, by blocks of classes, to keep the product small."""
+    """Add ``gradient.T @ hidden``; where dtypes differ, by blocks of classes, to keep the product small."""
     if total.dtype == gradient.dtype:
         total.addmm_(gradient.t(), hidden)
         return

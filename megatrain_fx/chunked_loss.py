@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.autograd.function import once_differentiable
 
 from megatrain_fx.chunked_cross_entropy import chunked_cross_entropy
 from megatrain_fx.logit_chunk import LossSettings
@@ -19,8 +18,8 @@ from megatrain_fx.unit_call import UnitCall
 class ChunkedLoss(UnitCall):
     """Calls a head, an ``nn.Linear``, and takes the cross-entropy of its logits.
 
-    Where gradients are wanted they are computed with the loss, while each chunk of logits is there, and kept in place of
-    the logits; the backward pass only scales them.
+    Where gradients are wanted they are computed with the loss, while each chunk of logits is there, and kept in place
+    of the logits; the backward pass only scales them.
 
     Attributes:
         settings: what is computed.
@@ -80,16 +79,21 @@ class _Loss(torch.autograd.Function):
         return loss
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        """Scale the gradients, in place unless another backward pass will follow."""
+        """Scale the gradients, in place unless another backward pass will follow.
+
+        Raises:
+            RuntimeError: gradients of gradients were asked for.
+        """
+        if torch.is_grad_enabled():
+            raise RuntimeError(
+                "the gradients of a loss by chunks cannot be differentiated again: call backward() or "
+                "torch.autograd.grad() without create_graph=True, or compile with loss_chunk_bytes=None"
+            )
         factor, *found = ctx.saved_tensors
         factor = factor * gradient
-        if not backward_keeps_graph():
-            found = [one.mul_(factor) for one in found]
-        else:
-            found = [one * factor for one in found]
-        scaled = [one if wanted else None for one, wanted in zip(found, ctx.wanted, strict=True)]
+        scale = torch.Tensor.mul if backward_keeps_graph() else torch.Tensor.mul_
+        scaled = [scale(one, factor) if wanted else None for one, wanted in zip(found, ctx.wanted, strict=True)]
         return (*scaled, None, None, None, None)
 
 

@@ -36,7 +36,7 @@ def compile(model: Model, **options: Any) -> Model:  # noqa: A001  the name that
     _check_parameters(model, allowed=("cpu",))
     original: type[nn.Module] = type(model)
     model.__dict__[STATE] = StreamedModel(model, original, config)
-    model.__class__ = streamed_class(original)
+    model.__class__ = streamed_class(original)  # type: ignore[assignment]
     return model
 
 
@@ -71,7 +71,9 @@ def _check_model(model: object) -> None:
         raise ConfigError(f"this {type(model).__name__} is compiled already; compile a model once")
     for name, module in model.named_modules():
         if STATE in module.__dict__:
-            raise ConfigError(f"its part {name} ({type(module).__name__}) is compiled already; compile the whole model only")
+            raise ConfigError(
+                f"its part {name} ({type(module).__name__}) is compiled already; compile the whole model only"
+            )
     if "forward" in model.__dict__:
         raise ConfigError(
             f"this {type(model).__name__} has a forward set on the instance, which would hide the compiled one; "
@@ -90,8 +92,8 @@ def _check_parameters(model: nn.Module, allowed: tuple[str, ...]) -> None:
                     "give it values with model.to_empty(device='cpu') and load its weights, or inspect it with trace"
                 )
             raise ModelDeviceError(
-                f"parameter {name} of {type(model).__name__} is on {parameter.device}, but the store is in host memory: "
-                f"{remedy}"
+                f"parameter {name} of {type(model).__name__} is on {parameter.device}, but the store is in host "
+                f"memory: {remedy}"
             )
 
 

@@ -8,9 +8,10 @@ from typing import Any, Literal, get_args
 import torch
 
 from megatrain_fx.errors import ConfigError
+from megatrain_fx.staging import STAGING_BYTES
 
 Pin = Literal["register", "staging", "none"]
-Precision = Literal["model"]
+Precision = Literal["auto", "fp32", "bf16-split", "bf16"]
 Template = Literal["eager"]
 
 
@@ -37,11 +38,12 @@ class StreamConfig:
         pin: how host memory is made fast to copy. ``register`` locks the store itself with the accelerator's driver
             (fallback: ``staging``, with a warning); ``staging`` copies through pinned buffers, which is slower and
             needs no locked store; ``none`` leaves memory pageable.
+        staging_bytes: size of each of the four pinned buffers for ``staging``.
         precision: ``model`` keeps every parameter and gradient in the parameter's own dtype.
-        loss_chunk_bytes: where the logits of a linear head would take more than this for the cross-entropy that follows,
-            both are computed by chunks of this size, forward and backward together; equal to rounding. The forward then
-            returns None in place of the logits. 0: chunks of 64 rows, always. None: never.
-        keep_logits: compute whole logits wherever the forward returns them, whatever they take.
+        loss_chunk_bytes: where the logits of a linear head would take more than this for the cross-entropy that
+            follows, both are computed by chunks of this size, forward and backward together: equal to rounding, never
+            whole. The model then returns None in their place. 0: chunks of 64 rows, always. None: never.
+        keep_logits: where the model returns logits, compute them as a whole, however large they are.
         template: ``eager`` runs each stage as the Python that was given.
         chaos: seed of chaos mode: random delays on every lane, and every buffer filled with NaN once it is released, so
             that a wrong schedule gives wrong numbers in tests. None: off.
@@ -53,7 +55,8 @@ class StreamConfig:
     slabs: int = 2
     stage_bytes: int = 32 * 2**20
     pin: Pin = "register"
-    precision: Precision = "model"
+    staging_bytes: int = STAGING_BYTES
+    precision: Precision = "auto"
     loss_chunk_bytes: int | None = 256 * 2**20
     keep_logits: bool = False
     template: Template = "eager"
@@ -71,6 +74,7 @@ class StreamConfig:
         _at_least(self, "slots", 1)
         _at_least(self, "slabs", 1)
         _at_least(self, "stage_bytes", 0)
+        _at_least(self, "staging_bytes", 1)
         _one_of(self, "pin", get_args(Pin))
         _one_of(self, "precision", get_args(Precision))
         _one_of(self, "template", get_args(Template))

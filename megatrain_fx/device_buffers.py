@@ -4,9 +4,9 @@ from collections.abc import Mapping
 
 import torch
 
-from megatrain_fx.config import Pin
 from megatrain_fx.host_memory import HostMemory
 from megatrain_fx.ir import BufferKind, kind_of
+from megatrain_fx.registration import Registration
 
 
 class DeviceBuffers:
@@ -16,9 +16,9 @@ class DeviceBuffers:
     makes the pool grow.
     """
 
-    def __init__(self, device: torch.device, pin: Pin) -> None:
+    def __init__(self, device: torch.device, registration: Registration) -> None:
         self._device = device
-        self._registers = pin != "none" and device.type == "cuda"
+        self._registration = registration
         self._pools: dict[str, list[torch.Tensor]] = {}
 
     def bind(self, sizes: Mapping[str, int]) -> dict[str, torch.Tensor]:
@@ -43,11 +43,15 @@ class DeviceBuffers:
         """Device bytes that hold gradients on their way home."""
         return sum(tensor.numel() for tensor in self._pools.get("device", ()))
 
+    @property
+    def host_slab_bytes(self) -> int:
+        """Host bytes that hold gradients on their way home."""
+        return sum(tensor.numel() for tensor in self._pools.get("host", ()))
+
     def _allocate(self, pool: str, size: int) -> torch.Tensor:
         if pool == "host":
             memory = HostMemory(size)
-            if self._registers:
-                memory.register()
+            self._registration.register(memory)
             tensor = memory.flat()
         else:
             tensor = torch.zeros(size, dtype=torch.uint8, device=self._device)

@@ -1,4 +1,5 @@
-"""Calls that no captured graph can stand for, such as ``generate()`` with a cache: the model's own Python, unit by unit.
+"""Calls that no captured graph can stand for, such as ``generate()`` with a cache: the model's own Python, unit by
+unit.
 
 Only without gradients. Each unit's parameters are copied to the device for its call and dropped after it; nothing is
 fetched ahead, so this is slower than a schedule.
@@ -16,7 +17,11 @@ from megatrain_fx.units import Unit, find_units
 
 
 def call_eagerly(
-    model: nn.Module, forward_class: type[nn.Module], args: Sequence[Any], kwargs: Mapping[str, Any], device: torch.device
+    model: nn.Module,
+    forward_class: type[nn.Module],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    device: torch.device,
 ) -> Any:
     """Run ``forward_class.forward(model, ...)`` on ``device`` with parameters that stay in host memory."""
     if device.type == "cpu":
@@ -25,7 +30,9 @@ def call_eagerly(
     within = {id(parameter) for unit in units for parameter in unit.module.parameters()}
     glue = {name: p.to(device, non_blocking=True) for name, p in model.named_parameters() if id(p) not in within}
     with _units_on(units, device):
-        return functional_call(_Forward(model, forward_class), {f"model.{n}": p for n, p in glue.items()}, tuple(args), dict(kwargs))
+        return functional_call(
+            _Forward(model, forward_class), {f"model.{n}": p for n, p in glue.items()}, tuple(args), dict(kwargs)
+        )
 
 
 class _Forward(nn.Module):

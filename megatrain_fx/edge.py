@@ -44,7 +44,8 @@ class StreamedStep(torch.autograd.Function):
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[Any, ...]:
         """Run the backward pass; like any node, it can run again only after ``retain_graph=True``.
 
-        The token's own node tells whether gradients of parameters are wanted: not in ``torch.autograd.grad(loss, inputs)``.
+        The token's own node tells whether gradients of parameters are wanted, which is not so in
+        ``torch.autograd.grad(loss, inputs)``.
 
         Raises:
             RuntimeError: the graph was freed (PyTorch's own error), or gradients of gradients were asked for.
@@ -53,7 +54,8 @@ class StreamedStep(torch.autograd.Function):
         if torch.is_grad_enabled():
             raise RuntimeError(
                 "the backward pass of a compiled model cannot be differentiated again: call backward() or "
-                "torch.autograd.grad() without create_graph=True, or compute such terms (gradient penalties) inside a unit"
+                "torch.autograd.grad() without create_graph=True, or compute such terms (gradient penalties) "
+                "inside a unit"
             )
         trains = backward_reaches(ctx.next_functions[0][0])
         found = ctx.streamed.finish(ctx.program, ctx.run, gradients, keep=backward_keeps_graph(), trains=trains)

@@ -62,3 +62,7 @@ class ExecutionError(MegatrainError, RuntimeError):
 
 class StaleWeightsError(MegatrainError, RuntimeError):
     """Parameters were modified between a forward pass and its backward pass."""
+
+
+class OptimizerError(MegatrainError, RuntimeError):
+    """An optimizer is used in an order in which its updates, made in the background, would not be what was asked for."""

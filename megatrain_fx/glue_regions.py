@@ -8,7 +8,7 @@ with the region's modes in `node.meta["modes"]`, and the glue between them becom
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -113,7 +113,7 @@ def _enclose(graph_module: fx.GraphModule, nodes: list[fx.Node]) -> None:
     with graph.inserting_after(nodes[-1]):
         module = graph.get_attr(_add_module(graph_module, "region", body))
     with graph.inserting_after(module):
-        call = graph.call_function(run_region, _arguments(modes, module, operands))
+        call = graph.call_function(run_region, region_arguments(modes, module, operands))
     call.meta = {"val": tuple(node.meta.get("val") for node in results), "stack_trace": nodes[0].stack_trace}
     with graph.inserting_after(call):
         for index, node in reversed(list(enumerate(results))):
@@ -145,14 +145,15 @@ def _call_run_region(graph_module: fx.GraphModule) -> None:
     for node in _regions(graph_module):
         _call_run_region(_body(graph_module, node))
         modes, module, operands = _parts(graph_module, node)
-        node.target, node.args = run_region, _arguments(modes, module, list(operands))
+        node.target, node.args = run_region, region_arguments(modes, module, operands)
     for child in graph_module.children():
         if isinstance(child, fx.GraphModule):
             _call_run_region(child)
     graph_module.recompile()
 
 
-def _arguments(modes: ExecutionModes, module: fx.Node, operands: list[fx.Node]) -> tuple[fx.node.Argument, ...]:
+def region_arguments(modes: ExecutionModes, module: fx.Node, operands: Sequence[Any]) -> tuple[Any, ...]:
+    """The arguments of a `run_region` node."""
     return (modes.grad_enabled, tuple(tuple(setting) for setting in modes.autocast), module, *operands)
 
 

@@ -1,8 +1,8 @@
 """The happens-before relation of a schedule: lane order and event dependencies, as one vector clock an operation.
 
-Vector clocks: Fidge (1988), Mattern (1989). For a lane whose operations run in order, the clock holds the index of its
-last operation that is known to be complete when an operation starts; that one number says it all. An operation of a lane
-without order is a queue of its own.
+Vector clocks: Fidge (1988), Mattern (1989). For a lane whose operations run in order, the clock holds the index of
+its last operation that is known to be complete when an operation starts; that one number says it all. An operation of
+a lane without order is a queue of its own.
 """
 
 from collections.abc import Sequence
@@ -74,8 +74,8 @@ class HappensBefore:
 def two_steps(operations: Sequence[Operation]) -> tuple[Operation, ...]:
     """A schedule twice in a row, with dependencies on the previous step resolved in the second.
 
-    Two steps show every pair of operations that can meet: a step begins when all lanes but the optimizer's are idle, and
-    an update that is two steps old was waited for by the prefetch of its region in between.
+    Two steps show every pair of operations that can meet: a step begins when all lanes but the optimizer's are idle,
+    and an update that is two steps old was waited for by the prefetch of its region in between.
     """
     length = len(operations)
     first = [replace(operation, after_previous=()) for operation in operations]

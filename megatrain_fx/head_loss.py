@@ -103,8 +103,8 @@ def _logits(root: fx.GraphModule, loss: fx.Node) -> tuple[fx.Node, ...]:
 
 
 def _calls_head(root: fx.GraphModule, node: fx.Node) -> bool:
-    """Whether a node calls a unit that does no more than ``linear(hidden)``, with gradients."""
-    call = root.get_submodule(str(node.target)) if is_unit_call(node) else None
+    """Whether a node calls a unit that does no more than ``linear(hidden)``, with gradients, for one user."""
+    call = root.get_submodule(str(node.target)) if is_unit_call(node) and len(node.users) == 1 else None
     if type(call) is not UnitCall or type(call.unit) is not nn.Linear or call.modes.grad_enabled is False:
         return False
     if has_hooks(call.unit) or parametrize.is_parametrized(call.unit) or "forward" in vars(call.unit):
@@ -126,15 +126,16 @@ def _used_only_here(logits: Sequence[fx.Node], loss: fx.Node) -> bool:
     """Whether each of the logits is used by the next only, or returned, and nothing else is modified on the way."""
     for node, following in itertools.pairwise([*logits, loss]):
         users = [user for user in node.users if user.op != "output"]
-        if users != [following] or any(node in _nodes(argument) for argument in following.args[1:]):
+        if users != [following] or _reads_again(following, node):
             return False
     return not any(_modifies_floats(node) for node in _between(logits[0], loss) if node not in logits)
 
 
-def _nodes(argument: object) -> list[fx.Node]:
-    found: list[fx.Node] = []
-    fx.map_arg(argument, found.append)  # type: ignore[arg-type]
-    return found
+def _reads_again(node: fx.Node, source: fx.Node) -> bool:
+    """Whether ``node`` reads ``source``, its first argument, in another place too."""
+    sources: list[fx.Node] = []
+    fx.map_arg((node.args[1:], node.kwargs), sources.append)
+    return source in sources
 
 
 def _between(first: fx.Node, last: fx.Node) -> Iterator[fx.Node]:

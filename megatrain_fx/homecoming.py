@@ -44,6 +44,7 @@ class Homecoming:
     """One slab of one backward: where each parameter's gradient lies in it, and how it meets what the store holds.
 
     Attributes:
+        region: whose gradients they are.
         evacuation: where the copy from the device goes.
         accumulation: what then moves the gradients from the host slab to the store.
         slab: the host slab.
@@ -52,6 +53,7 @@ class Homecoming:
         views: the same places in the device slab.
     """
 
+    region: int
     evacuation: native.Destination
     accumulation: native.AccumulateTask
     slab: torch.Tensor

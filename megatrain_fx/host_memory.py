@@ -1,30 +1,43 @@
-"""Exactly sized host memory, registered with the accelerator's driver so that copies are fast and asynchronous."""
+"""Exactly sized host memory that can be registered with the accelerator's driver."""
 
-import logging
-import mmap
-import weakref
+import functools
 
 import torch
 
-logger = logging.getLogger(__name__)
+from megatrain_fx.driver import Driver
+from megatrain_fx.extension import runtime as native
 
-_HUGE_PAGE = 2**21
 _REGISTER_AT_MOST = 64 * 2**30
+"""Bytes of one registration: drivers refuse larger ones."""
 
 
 class HostMemory:
     """One anonymous mapping, and the means to make tensors of it.
 
-    The mapping lives as long as any tensor made of it, and is unregistered just before it goes.
+    The mapping has no more pages than ``size`` needs, asks for huge pages where they help, and lives as long as any
+    tensor made of it. It is unregistered just before it goes. A forked process has a copy of it, as of any memory; once
+    it is registered, forked processes do not have it (a tensor of it must not be read there).
     """
 
     def __init__(self, size: int) -> None:
-        """Map ``size`` bytes of zeros (at least one), asking for huge pages where they help."""
+        """Map ``size`` bytes of zeros.
+
+        Raises:
+            MemoryError: the system has no more.
+        """
         self.size = size
-        self._mapping = mmap.mmap(-1, max(size, 1))
-        if size >= _HUGE_PAGE and hasattr(mmap, "MADV_HUGEPAGE"):
-            self._mapping.madvise(mmap.MADV_HUGEPAGE)
-        self._registered: list[int] = []
+        self.registered = False
+        self._mapping = native.HostMapping(size)
+
+    @property
+    def address(self) -> int:
+        """Where it begins."""
+        return self._mapping.address
+
+    @property
+    def mapped_bytes(self) -> int:
+        """Size of its pages."""
+        return self._mapping.mapped_bytes
 
     def flat(self) -> torch.Tensor:
         """All of it as a 1-D uint8 tensor."""
@@ -37,29 +50,38 @@ class HostMemory:
             offset: bytes from the start.
             count: elements.
             dtype: element type.
-        """
-        if count == 0:
-            return torch.empty(0, dtype=dtype)
-        return torch.frombuffer(self._mapping, dtype=dtype, count=count, offset=offset)
 
-    def register(self) -> str | None:
-        """Lock the pages and let the driver copy them directly; the reason if it refuses, nothing being registered then."""
-        if self.size == 0:
+        Raises:
+            ValueError: that is misaligned or reaches outside.
+        """
+        return self._mapping.tensor(offset, count, dtype)
+
+    def touch(self) -> None:
+        """Make all pages resident, before anything is written: PyTorch's threads together, where a driver uses one."""
+        self.flat().fill_(0)
+
+    def register(self, driver: Driver) -> str | None:
+        """Lock the pages so that the device copies them directly.
+
+        Returns:
+            The reason if the driver refuses, nothing being registered then.
+        """
+        if self.size == 0 or self.registered:
             return None
-        runtime = torch.cuda.cudart()
-        start = self.flat().data_ptr()
+        self._mapping.set_inherited(False)  # a copy on write would give this process pages that are not the locked ones
+        pieces: list[int] = []
         for offset in range(0, self.size, _REGISTER_AT_MOST):
-            piece = min(_REGISTER_AT_MOST, self.size - offset)
-            error = int(runtime.cudaHostRegister(start + offset, piece, 0))
-            if error != 0:
-                _unregister(self._registered)
-                self._registered = []
-                return f"cudaHostRegister of {piece} bytes failed with error {error}"
-            self._registered.append(start + offset)
-        weakref.finalize(self._mapping, _unregister, list(self._registered)).atexit = False
+            refusal = driver.register(self.address + offset, min(_REGISTER_AT_MOST, self.size - offset))
+            if refusal is not None:
+                _unregister(driver, pieces)
+                self._mapping.set_inherited(True)
+                return refusal
+            pieces.append(self.address + offset)
+        self._mapping.before_unmap(functools.partial(_unregister, driver, pieces))
+        self.registered = True
         return None
 
 
-def _unregister(addresses: list[int]) -> None:
+def _unregister(driver: Driver, addresses: list[int]) -> None:
     for address in addresses:
-        torch.cuda.cudart().cudaHostUnregister(address)
+        driver.unregister(address)

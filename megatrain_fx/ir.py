@@ -120,7 +120,8 @@ class Operation:
         reads: names of the buffers it reads; for ``release``, of the buffers it frees.
         writes: names of the buffers it writes.
         after: indices of operations on other lanes that must be complete first.
-        after_previous: indices of operations of the previous step that must be complete first (a training loop is a cycle).
+        after_previous: indices of operations of the previous step that must be complete first (a training loop is a
+        cycle).
         view: for ``load``, where the parameter lies.
     """
 

@@ -59,8 +59,8 @@ def differentiated_loss(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """The cross-entropy of some rows of logits, and its gradient.
 
-    With p the softmax of a row of n logits, t its target and s the label smoothing, the loss is
-    ``-(1 - s) log p[t] - s / n sum(log p)``, and its gradient ``p - s / n``, less ``1 - s`` at t (as PyTorch defines it).
+    With p the softmax of a row of n logits, t its target and s the label smoothing, the loss is, as PyTorch defines it,
+    ``-(1 - s) log p[t] - s / n sum(log p)``, and its gradient ``p - s / n``, less ``1 - s`` at t.
 
     Args:
         logits: (rows, classes), as the head returns them.
@@ -79,18 +79,20 @@ def differentiated_loss(
     index = torch.where(valid, targets, 0).unsqueeze(1)
     picked = log_probabilities.gather(1, index)
     spread, kept = settings.label_smoothing / logits.shape[1], 1 - settings.label_smoothing
+    dtype = values.dtype
+    del logits, values  # from here on the log-probabilities are the only large tensor
     losses = -kept * picked.squeeze(1)
     if spread:
         losses = losses - spread * log_probabilities.sum(-1)
     loss = torch.where(valid, losses, 0).sum()
     if not wanted:
         return loss, None
-    gradient = log_probabilities.exp_()  # in place: nothing else in a chunk is as large
+    gradient = log_probabilities.exp_()
     if spread:
         gradient.sub_(spread)
     gradient.scatter_(1, index, picked.exp() - (kept + spread))
     weights = torch.where(valid, scale, 0).unsqueeze(1)
-    result = gradient if values.dtype == gradient.dtype else torch.empty_like(values)
+    result = gradient if dtype == gradient.dtype else torch.empty_like(gradient, dtype=dtype)
     torch.mul(gradient, weights, out=result)
     return loss, differentiate_steps(applied, result)
 

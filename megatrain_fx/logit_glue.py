@@ -38,7 +38,7 @@ class RowOperation:
 class LogitGlue:
     """What a chain of operations does to logits.
 
-    Rows and elements do not mix, so the rows of hidden states can be arranged before the head, and the steps taken after
+    The two kinds do not mix, so the rows of hidden states can be arranged before the head, and the steps taken after
     it, whatever the order was.
 
     Attributes:
@@ -77,7 +77,7 @@ class LogitGlue:
         return self if before.dtype is after.dtype else self._with_step(step)
 
     def _calculate(self, node: fx.Node) -> LogitGlue | None:
-        operation = _ARITHMETIC[node.target]
+        operation = _ARITHMETIC[node.target]  # type: ignore[index]
         if operation is Pointwise.TANH:
             return self._with_step(LogitStep(operation))
         number = node.args[1]

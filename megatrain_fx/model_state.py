@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
@@ -32,22 +33,30 @@ def preserved(model: nn.Module) -> Iterator[None]:
                 table.update(entries)
 
 
+@dataclasses.dataclass
+class Assignments:
+    """What a forward assigned to modules: tensors to buffers, by name, and the names of other attributes."""
+
+    buffers: dict[str, torch.Tensor] = dataclasses.field(default_factory=dict)
+    attributes: list[str] = dataclasses.field(default_factory=list)
+
+
 @contextlib.contextmanager
-def assigned_buffers(model: nn.Module) -> Iterator[dict[str, torch.Tensor]]:
-    """Collect, at exit, the tensors that were assigned to buffers meanwhile, by name, and put the buffers back.
+def observed_assignments(model: nn.Module) -> Iterator[Assignments]:
+    """Collect, at exit, what was assigned meanwhile to modules of `model`, and undo it.
 
     `torch.export` sees assignments to buffers of the root module only, and drops the others.
     """
-    before = {name: dict(named_tensors(module)[1]) for name, module in model.named_modules()}
-    assigned: dict[str, torch.Tensor] = {}
-    yield assigned
-    for path, old in before.items():
-        table = named_tensors(model.get_submodule(path))[1]
-        for name, tensor in old.items():
-            if table.get(name) is not tensor and isinstance(table.get(name), torch.Tensor):
-                assigned[f"{path}.{name}" if path else name] = table[name]
-        table.clear()
-        table.update(old)
+    before = [(name, module, dict(vars(module)), _copied_tables(module)[1]) for name, module in model.named_modules()]
+    found = Assignments()
+    with preserved(model):
+        yield found
+        for path, module, attributes, buffers in before:
+            prefix = f"{path}." if path else ""
+            now = named_tensors(module)[1]
+            found.buffers.update({prefix + k: now[k] for k, old in buffers.items() if now.get(k) is not old})
+            changed = (k for k, new in vars(module).items() if attributes.get(k, vars) is not new)
+            found.attributes.extend(prefix + name for name in changed)
 
 
 def replace_tensors(model: nn.Module, substitutes: dict[torch.Tensor, torch.Tensor]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
@@ -66,17 +67,26 @@ def without_fake_mode() -> Iterator[None]:
 
 @contextlib.contextmanager
 def as_in_eager_mode() -> Iterator[None]:
-    """Let `torch.compiler.is_compiling` and `is_exporting` be false meanwhile.
+    """Let `torch.compiler.is_compiling` and `is_exporting` be false meanwhile for all code but PyTorch's own.
 
     Models branch on them: Hugging Face models build explicit masks when they are exported, which select other attention
-    kernels. Here the captured graph is run eagerly, so the path that is taken must be the eager one.
+    kernels. Here the captured graph is run eagerly, so the path that is taken must be the eager one. PyTorch itself
+    must know that it is traced, or `torch.func.vmap` and `torch.cond` are not.
     """
-    flags = torch.compiler._is_compiling_flag, torch.compiler._is_exporting_flag
-    torch.compiler._is_compiling_flag = torch.compiler._is_exporting_flag = False
+    questions = torch.compiler.is_compiling, torch.compiler.is_exporting
+    torch.compiler.is_compiling, torch.compiler.is_exporting = map(_asked_by_torch, questions)
     try:
         yield
     finally:
-        torch.compiler._is_compiling_flag, torch.compiler._is_exporting_flag = flags
+        torch.compiler.is_compiling, torch.compiler.is_exporting = questions
+
+
+def _asked_by_torch(question: Callable[[], bool]) -> Callable[[], bool]:
+    def answer() -> bool:
+        caller = sys._getframe(1).f_globals.get("__name__", "")
+        return caller.partition(".")[0] == "torch" and question()
+
+    return answer
 
 
 @dataclasses.dataclass(frozen=True)
@@ -107,6 +117,43 @@ class ModuleMethods:
     def _install(self) -> None:
         nn.Module.__call__ = self.call  # type: ignore[method-assign]
         nn.Module.__getattr__ = self.get_attribute  # type: ignore[method-assign]
+
+
+@contextlib.contextmanager
+def replaced_apply(make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Iterator[None]:
+    """Replace `torch.autograd.Function.apply` meanwhile by what `make` returns for it; it is given the class first.
+
+    There is no public way to see that a custom autograd function is applied.
+    """
+    original = torch.autograd.Function.__dict__["apply"]
+    torch.autograd.Function.apply = classmethod(make(original.__func__))  # type: ignore[method-assign,assignment]
+    try:
+        yield
+    finally:
+        torch.autograd.Function.apply = original  # type: ignore[method-assign]
+
+
+def custom_functions(tensors: Sequence[torch.Tensor]) -> set[str]:
+    """Names of the user's own autograd functions in the graph that computed these tensors.
+
+    The public `Node` does not tell the function whose backward it is.
+    """
+    pending = [tensor.grad_fn for tensor in tensors if tensor.grad_fn is not None]
+    seen, found = set(pending), set()
+    while pending:
+        node = pending.pop()
+        function = getattr(node, "_forward_cls", None)
+        if function is not None and not is_of_torch(function):
+            found.add(function.__qualname__)
+        following = {following for following, _ in node.next_functions if following is not None} - seen
+        seen |= following
+        pending.extend(following)
+    return found
+
+
+def is_of_torch(function: type) -> bool:
+    """Whether a class is one of PyTorch's own, such as the autograd functions that it makes for custom operators."""
+    return function.__module__.partition(".")[0] == "torch"
 
 
 def named_tensors(module: nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -144,14 +191,15 @@ def ignoring_data_dependent_sizes() -> Iterator[None]:
         yield
 
 
-def is_data_dependent_size(size: int | torch.SymInt) -> bool:
-    """Whether a size depends on the values of tensors."""
+def is_data_dependent_size(size: object) -> bool:
+    """Whether a size, or another symbolic number, depends on the values of tensors."""
     return any(symbol_is_type(symbol, (SymT.UNBACKED_INT, SymT.UNBACKED_FLOAT)) for symbol in size_symbols(size))
 
 
 def size_symbols(size: Any) -> tuple[Any, ...]:
-    """The sympy symbols of a size, in a fixed order; none if it is a plain int."""
-    return tuple(sorted(size.node.expr.free_symbols, key=str)) if isinstance(size, torch.SymInt) else ()
+    """The sympy symbols of a symbolic number, in a fixed order; none if it is a plain one."""
+    symbolic = isinstance(size, (torch.SymInt, torch.SymFloat, torch.SymBool))
+    return tuple(sorted(size.node.expr.free_symbols, key=str)) if symbolic else ()
 
 
 def size_at(size: Any, scaled: Mapping[Any, int] | Literal[False] | None = None) -> int:
@@ -226,8 +274,8 @@ def foreach_copy(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> No
 def without_saved_tensor_hooks() -> Iterator[None]:
     """Keep hooks of the user (`torch.utils.checkpoint`, `save_on_cpu`) from tensors that are not saved for the user.
 
-    Only the innermost hooks are called, so hooks that do nothing are put inside; no public function tells whether any are
-    set, and calling some for every saved tensor would be slow.
+    Only the innermost hooks are called, so hooks that do nothing are put inside; no public function tells whether any
+    are set, and calling some for every saved tensor would be slow.
     """
     if torch._C._autograd._top_saved_tensors_default_hooks(True) is None:
         yield

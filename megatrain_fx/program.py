@@ -27,7 +27,7 @@ class Program:
     """Everything that compiling found out about one kind of call; nothing in it has run.
 
     Attributes:
-        captured: the model as a graph of units and glue (``captured.graph_module``), its loss by chunks where that helps.
+        captured: the model as a graph of units and glue (``captured.graph_module``).
         stages: runs of that graph.
         traces: what was learnt of each stage on fake tensors.
         templates: the functions of the stages, one for all equal ones.
@@ -102,7 +102,8 @@ def build_program(
         PassError, ScheduleError: a pass of the user's own broke the schedule.
     """
     if config.loss_chunk_bytes is not None:
-        captured = chunk_loss(captured, config.loss_chunk_bytes, keep_logits=config.keep_logits)
+        compiled = config.template != "eager"
+        captured = chunk_loss(captured, config.loss_chunk_bytes, keep_logits=config.keep_logits, compiled=compiled)
     staged = partition(captured, config.stage_bytes)
     training = captured.signature.modes.grad
     wanted = [training and _differentiable(tensor.dtype, tensor.requires_grad) for tensor in captured.signature.tensors]

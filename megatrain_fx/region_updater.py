@@ -35,5 +35,8 @@ class RegionUpdater(Protocol):
     def begin_backward(self, names: Collection[str]) -> None:
         """Get ready for a backward pass that may give gradients to these parameters."""
 
+    def narrow(self, region: int, names: Collection[str]) -> None:
+        """Learn, before a region is measured or updated, which parameters have received gradients in this pass."""
+
     def end_backward(self, names: Collection[str]) -> None:
         """Learn which parameters received gradients."""

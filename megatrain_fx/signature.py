@@ -13,7 +13,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from megatrain_fx.errors import UnsupportedInputError
+from megatrain_fx.errors import DataDependentGlueError, UnsupportedInputError
+from megatrain_fx.private_api import is_data_dependent_size
 from megatrain_fx.tree import Tree, flatten, leaf_names, unflatten
 
 _PLAIN = (type(None), bool, int, str, bytes, torch.dtype, torch.device, torch.layout, torch.memory_format)
@@ -155,6 +156,11 @@ def flatten_call(
     for position, leaf in enumerate(found):
         if isinstance(leaf, torch.Tensor):
             leaves.append(Value(tensor_index[id(leaf)]))
+        elif is_data_dependent_size(leaf):
+            raise DataDependentGlueError(
+                f"argument {_argument_name(tree, position)} of {called} is a number computed from the values of a "
+                "tensor; pass the tensor in place of its item()."
+            )
         elif isinstance(leaf, torch.SymInt):
             leaves.append(Value(next(next_size)))
         else:
@@ -177,8 +183,12 @@ def constant(value: object) -> Constant | None:
     return None
 
 
+def _argument_name(tree: Tree, position: int) -> str:
+    return leaf_names(tree)[position][len("[0]") :]
+
+
 def _refuse(leaf: object, tree: Tree, position: int, called: str) -> Constant:
-    name = leaf_names(tree)[position][len("[0]") :]
+    name = _argument_name(tree, position)
     kind = f"{type(leaf).__module__}.{type(leaf).__qualname__}"
     remedy = "Pass tensors and plain constants, in tuples, lists, dicts or dataclasses"
     if "Cache" in type(leaf).__name__:

@@ -107,8 +107,8 @@ class RaceCheck:
         for other in others:
             if not self._order.ordered(other, index):
                 return (
-                    f"race on {name}: {self._name(other, index)} ({self._operations[other].op}) need not be complete when "
-                    f"%{index % self._boundary} ({self._operations[index].op}) starts; add 'after "
+                    f"race on {name}: {self._name(other, index)} ({self._operations[other].op}) need not be complete "
+                    f"when %{index % self._boundary} ({self._operations[index].op}) starts; add 'after "
                     f"{self._name(other, index)}'"
                 )
         return None

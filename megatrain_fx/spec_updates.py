@@ -39,6 +39,8 @@ class UpdateRules:
         if weights.split(".")[1] != gradients.split(".")[1]:
             return f"{weights} cannot be updated with {gradients}"
         if self._last_prefetch.get(weights, -1) > index:
-            return f"{weights} is updated before its last use in this step, the prefetch %{self._last_prefetch[weights]}"
+            return (
+                f"{weights} is updated before its last use in this step, the prefetch %{self._last_prefetch[weights]}"
+            )
         self._updates[weights] += 1
         return f"{weights} is updated twice in one step" if self._updates[weights] > 1 else None

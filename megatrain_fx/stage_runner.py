@@ -139,7 +139,7 @@ class StageRunner:
     def _record(
         self, weights: Mapping[str, torch.Tensor], buffers: Mapping[str, torch.Tensor], inputs: dict[str, Any]
     ) -> Tape:
-        """Run the stage for autograd, on copies of the inputs that it modifies in place: a leaf must not be modified."""
+        """Run the stage for autograd, on copies of the inputs that it modifies in place: no leaf may be modified."""
         parameters = {}
         for name, view in weights.items():
             parameters[name] = view.detach().requires_grad_(self.parameter_names[name] in self.trainable)
@@ -158,9 +158,9 @@ class StageRunner:
         for name, old, new in zip(self.stage.inputs, kept.versions, _versions(kept.inputs), strict=True):
             if old != new:
                 raise StaleWeightsError(
-                    f"{name}, which stage {self.stage.index} ({', '.join(self.stage.units) or 'glue'}) reads, was modified in "
-                    "place between the forward pass and this backward pass, which reruns the stage: leave the model's inputs "
-                    "and outputs unchanged until then, or modify a clone"
+                    f"{name}, which stage {self.stage.index} ({', '.join(self.stage.units) or 'glue'}) reads, was "
+                    "modified in place between the forward pass and this backward pass, which reruns the stage: leave "
+                    "the model's inputs and outputs unchanged until then, or modify a clone"
                 )
 
     def _inputs(self, run: Run) -> dict[str, Any]:

@@ -1,6 +1,5 @@
 """The host store: the authoritative parameters and gradients, one contiguous region each a stage."""
 
-import logging
 import weakref
 from collections.abc import Iterable
 
@@ -13,8 +12,8 @@ from megatrain_fx.extension import runtime as native
 from megatrain_fx.host_memory import HostMemory
 from megatrain_fx.layout import Layout, Place
 from megatrain_fx.private_api import version_of
-
-logger = logging.getLogger(__name__)
+from megatrain_fx.registration import Registration
+from megatrain_fx.staging import STAGING_BYTES, StagingLanes, allocate_staging
 
 SKIP, COPY, ADD = 0, 1, 2
 """How a gradient that comes home meets what is there (the modes of the runtime's AccumulateTask)."""
@@ -27,12 +26,32 @@ class HostStore:
     set is a view of the region's gradients.
     """
 
-    def __init__(self, model: nn.Module, layout: Layout, device: torch.device, pin: Pin) -> None:
-        """Move the parameters of ``model`` into the store, region by region, freeing each as it is copied."""
+    def __init__(
+        self,
+        model: nn.Module,
+        layout: Layout,
+        device: torch.device,
+        pin: Pin,
+        registration: Registration | None = None,
+        staging_bytes: int = STAGING_BYTES,
+    ) -> None:
+        """Move the parameters of ``model`` into the store, region by region, freeing each as it is copied.
+
+        Args:
+            model: whose parameters are on the CPU.
+            layout: where each is to lie.
+            device: to which copies go.
+            pin: how host memory is made fast to copy.
+            registration: registers the memory if ``pin`` asks for it.
+            staging_bytes: size of a staging buffer.
+        """
         self.layout = layout
         self.parameters = dict(model.named_parameters())
-        self._registers = pin == "register" and device.type == "cuda"
-        self._refused: str | None = None
+        self._device = device
+        self._pin = pin
+        self._registration = registration or Registration(None)
+        self._staging_bytes = staging_bytes
+        self._staging: StagingLanes | None = None
         self._weights = [self._fill(index) for index in range(len(layout.regions))]
         self._pointers = {name: parameter.data_ptr() for name, parameter in self.parameters.items()}
         self.gates = [native.Gate() for _ in layout.regions]
@@ -43,8 +62,21 @@ class HostStore:
 
     @property
     def staged(self) -> bool:
-        """Whether the driver refused to register memory, so that copies go through staging buffers."""
-        return self._refused is not None
+        """Whether copies of memory that is not registered go through staging buffers, by choice or after a refusal."""
+        return self._pin == "staging" or self._registration.refusal is not None
+
+    @property
+    def staging_bytes(self) -> int:
+        """Size of all staging buffers."""
+        return 0 if self._staging is None else self._staging.bytes
+
+    def inbound(self, region: int) -> native.Staging | None:
+        """What a region's weights go through on their way to the device; None if it copies them directly."""
+        return None if self._weights[region].registered or not self.staged else self._staging_lanes().inbound
+
+    def outbound(self, region: int) -> native.Staging | None:
+        """What a region's gradients go through on their way home; None if the device copies them directly."""
+        return None if self._gradients[region].registered or not self.staged else self._staging_lanes().outbound
 
     def weights(self, region: int) -> torch.Tensor:
         """The parameters of a region, 1-D uint8."""
@@ -54,8 +86,12 @@ class HostStore:
         """The gradients of a region's trainable parameters, 1-D uint8."""
         return self._gradients[region].flat()
 
+    def gradient_bytes(self, region: int) -> int:
+        """Size of the gradients of a region; 0 before any are reserved."""
+        return self._gradients[region].size if region in self._gradients else 0
+
     def gate(self, region: int) -> native.Gate:
-        """Closed while an update of the region is pending: neither its weights nor its gradients may be touched then."""
+        """Closed while an update of the region is pending: neither weights nor gradients may be touched then."""
         return self.gates[region]
 
     def reserve_gradients(self, region: int, size: int) -> bool:
@@ -63,7 +99,10 @@ class HostStore:
         held = self._gradients.get(region)
         if held is not None and held.size >= size:
             return False
-        self._gradients[region] = self._allocate(size)
+        memory = self._gradients[region] = HostMemory(size)
+        if self._registration.active:
+            memory.touch()
+        self._registration.register(memory)
         for place in self.layout.regions[region].places:
             shown = self.parameters[place.name].grad
             old = self._gradient_views.pop(place.name, None)
@@ -124,30 +163,27 @@ class HostStore:
             if parameter.device.type != "cpu" or parameter.shape != place.shape or parameter.dtype != place.dtype:
                 raise ModelDeviceError(
                     f"parameter {name} was {place.dtype} {list(place.shape)} on the CPU when the model was compiled, "
-                    f"and is now {parameter.dtype} {list(parameter.shape)} on {parameter.device}; convert before compiling"
+                    f"and is now {parameter.dtype} {list(parameter.shape)} on {parameter.device}; convert it earlier"
                 )
             view = _view(self._weights[place.region], place)
             parameter.data = view.copy_(parameter.detach().clone())  # the new memory may be a part of the old
 
     def _fill(self, index: int) -> HostMemory:
         region = self.layout.regions[index]
-        memory = self._allocate(region.bytes)
+        memory = HostMemory(region.bytes)
         for place in region.places:
             parameter = self.parameters[place.name]
             view = _view(memory, place)
             view.copy_(parameter.detach())
             parameter.data = view
+        native.return_freed_memory()
+        self._registration.register(memory)
         return memory
 
-    def _allocate(self, size: int) -> HostMemory:
-        memory = HostMemory(size)
-        if self._registers and not self.staged:
-            self._refused = memory.register()
-            if self._refused:
-                logger.warning(
-                    "%s: host memory stays unregistered, and copies go through staging buffers", self._refused
-                )
-        return memory
+    def _staging_lanes(self) -> StagingLanes:
+        if self._staging is None:
+            self._staging = allocate_staging(self._device, self._staging_bytes)
+        return self._staging
 
 
 def _view(memory: HostMemory, place: Place) -> torch.Tensor:

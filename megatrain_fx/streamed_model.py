@@ -12,16 +12,24 @@ from megatrain_fx.bound_schedule import BoundSchedule
 from megatrain_fx.capture import capture
 from megatrain_fx.config import StreamConfig
 from megatrain_fx.device_buffers import DeviceBuffers
+from megatrain_fx.driver import driver_of
 from megatrain_fx.eager_streaming import call_eagerly
-from megatrain_fx.errors import CaptureError, InputDeviceError, OutputTreeError, StaleWeightsError, UnsupportedInputError
+from megatrain_fx.errors import (
+    CaptureError,
+    InputDeviceError,
+    OutputTreeError,
+    StaleWeightsError,
+    UnsupportedInputError,
+)
 from megatrain_fx.execution_modes import Autocast, ExecutionModes
 from megatrain_fx.extension import runtime as native
-from megatrain_fx.model_state import preserved
 from megatrain_fx.facts import UpdateMode, Updates
 from megatrain_fx.layout import Layout
+from megatrain_fx.model_state import preserved
 from megatrain_fx.program import Program, build_program
-from megatrain_fx.region_updater import RegionUpdater
 from megatrain_fx.program_cache import ProgramCache
+from megatrain_fx.region_updater import RegionUpdater
+from megatrain_fx.registration import Registration
 from megatrain_fx.run import RandomState, Run
 from megatrain_fx.signature import InputSignature, ModelFlags, flatten_inputs
 from megatrain_fx.stage_runner import StageRunner
@@ -40,7 +48,8 @@ class StreamedModel:
         self.config = config
         self.forward_class = forward_class
         self.programs = ProgramCache()
-        self.buffers = DeviceBuffers(config.device, config.pin)
+        self.registration = Registration(driver_of(config.device) if config.pin == "register" else None)
+        self.buffers = DeviceBuffers(config.device, self.registration)
         self.store: HostStore | None = None
         self._flags = ModelFlags(model)
         self._refused: dict[InputSignature, CaptureError] = {}
@@ -194,10 +203,14 @@ class StreamedModel:
     def _take_over(self, model: nn.Module, program: Program) -> None:
         """Move parameters to the store and buffers to the device, if this is the first program; reserve gradients."""
         if self.store is None:
-            self.store = HostStore(model, program.layout, self.config.device, self.config.pin)
+            self.store = self._new_store(model, program.layout)
         for region, facts in enumerate(program.facts.regions):
             if facts.gradient_bytes and self.store.reserve_gradients(region, facts.gradient_bytes):
                 self._bound.clear()
+
+    def _new_store(self, model: nn.Module, layout: Layout) -> HostStore:
+        config = self.config
+        return HostStore(model, layout, config.device, config.pin, self.registration, config.staging_bytes)
 
     def _bind(self, program: Program, resume: bool, updates: Updates) -> BoundSchedule:
         """The schedule of one kind of step, bound to memory at its first use."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -13,14 +13,17 @@ from torch import nn
 
 from megatrain_fx.errors import CaptureError, DataDependentGlueError, MegatrainError
 from megatrain_fx.execution_modes import Autocast, ExecutionModes
-from megatrain_fx.model_state import preserved
+from megatrain_fx.host_randomness import HostRandomState
+from megatrain_fx.model_state import Assignments, preserved
 from megatrain_fx.private_api import (
     DATA_DEPENDENT_ERRORS,
     ModuleMethods,
     call_uncompiled,
     ignoring_data_dependent_sizes,
     is_data_dependent_size,
+    is_of_torch,
     replace_call,
+    replaced_apply,
     size_symbols,
 )
 from megatrain_fx.signature import Structure, flatten_call, read_modes
@@ -49,7 +52,7 @@ class UnitRecorder:
     Attributes:
         calls: in the order of the calls.
         returned: the structure that the model returned.
-        assigned_buffers: names of the buffers to which the glue assigned new tensors.
+        assignments: what the glue assigned to modules.
         specialising: classes of units that forced a value upon a symbolic size.
         failure: what went wrong first in or at a unit.
     """
@@ -63,7 +66,7 @@ class UnitRecorder:
         """Units of the classes `on_plain_sizes` are run on plain sizes in place of symbolic ones, if that suffices."""
         self.calls: list[RecordedCall] = []
         self.returned: Structure | None = None
-        self.assigned_buffers: tuple[str, ...] = ()
+        self.assignments = Assignments()
         self.specialising: set[type[nn.Module]] = set()
         self.failure: tuple[Unit, Exception] | None = None
         self._originals = originals
@@ -85,6 +88,21 @@ class UnitRecorder:
         vars(module)["forward"] = forward
         replace_call(module, call)
 
+    @contextlib.contextmanager
+    def functions_opaque(self) -> Iterator[None]:
+        """Record custom autograd functions of the glue as calls too: tracing would look into them and lose backward."""
+
+        def make(original: Callable[..., Any]) -> Callable[..., Any]:
+            def apply(function: type[torch.autograd.Function], *args: Any, **kwargs: Any) -> Any:
+                if self._inside_unit or is_of_torch(function):
+                    return original(function, *args, **kwargs)
+                return self._call(Unit(function.__name__, AppliedFunction(function)), args, kwargs)
+
+            return apply
+
+        with replaced_apply(make):
+            yield
+
     def _call(self, unit: Unit, args: Sequence[object], kwargs: dict[str, object]) -> Any:
         try:
             tensors, sizes, structure = flatten_call(args, kwargs, _name(unit))
@@ -97,8 +115,11 @@ class UnitRecorder:
             self.failure = self.failure or (unit, error)
             raise
         self.calls.append(RecordedCall(unit, structure, self._autocast()))
-        results = torch.ops.megatrain_fx.unit(tensors, sizes, len(self.calls) - 1)
-        outputs = self.calls[len(self.calls) - 1].outputs
+        call_id = len(self.calls) - 1
+        # One parameter that requires gradients makes the results require them, as far as the glue can see.
+        trainable = [parameter for parameter in unit.module.parameters() if parameter.requires_grad][:1]
+        results = torch.ops.megatrain_fx.unit(tensors, sizes, trainable, call_id)
+        outputs = self.calls[call_id].outputs
         assert outputs is not None
         return outputs.rebuild(results)
 
@@ -109,6 +130,7 @@ class UnitRecorder:
     def infer(self, tensors: list[torch.Tensor], sizes: list[int], call_id: int) -> list[torch.Tensor]:
         """Run a recorded call on fake tensors: fresh tensors like the unit's results."""
         call, self._inside_unit = self.calls[call_id], True
+        randomness = HostRandomState.read()
         symbolic = [size for size in (*_shapes(tensors), *sizes) if size_symbols(size)]
         try:
             # On its way to this operator the dispatcher left autocast behind; the unit's operators must meet it.
@@ -119,6 +141,7 @@ class UnitRecorder:
             raise
         finally:
             self._inside_unit = False
+            randomness.restore()
         if not all(size_symbols(size) for size in symbolic):
             self.specialising.add(type(call.unit.module))
         # A custom operator may not return its inputs or one tensor twice, so only the metadata are passed on.
@@ -161,21 +184,38 @@ class UnitRecorder:
             ) from reason
 
 
+class AppliedFunction(nn.Module):
+    """Stands for a custom autograd function that the glue applies, where a unit's module is expected."""
+
+    def __init__(self, function: type[torch.autograd.Function]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.function.apply(*args, **kwargs)
+
+
 active_recorder: contextvars.ContextVar[UnitRecorder] = contextvars.ContextVar("active_recorder")
 
 
 @torch.library.custom_op("megatrain_fx::unit", mutates_args=())
-def unit_operator(tensors: list[torch.Tensor], sizes: list[int], call_id: int) -> list[torch.Tensor]:
+def unit_operator(
+    tensors: list[torch.Tensor], sizes: list[int], trainable: list[torch.Tensor], call_id: int
+) -> list[torch.Tensor]:
     """The opaque operator; in a captured graph it is replaced by a `UnitCall`."""
     raise RuntimeError("megatrain_fx::unit stands for a unit during a capture only and cannot be run")
 
 
 @unit_operator.register_fake
-def _infer(tensors: list[torch.Tensor], sizes: list[int], call_id: int) -> list[torch.Tensor]:
+def _infer(
+    tensors: list[torch.Tensor], sizes: list[int], trainable: list[torch.Tensor], call_id: int
+) -> list[torch.Tensor]:
     return active_recorder.get().infer(tensors, sizes, call_id)
 
 
 def _name(unit: Unit) -> str:
+    if isinstance(unit.module, AppliedFunction):
+        return f"autograd function {unit.path}"
     return f"unit {unit.path} ({type(unit.module).__name__})"
 
 

@@ -10,10 +10,10 @@ from megatrain_fx.graph import nodes_of, operation_of, previous_of, relink, set_
 def add_dependencies(module: fx.GraphModule) -> fx.GraphModule:
     """Make every operation wait for the earlier ones on other lanes whose accesses conflict with its own.
 
-    Two accesses of one buffer conflict unless both only read it; a release counts as a write. The order of the graph is
-    the meaning of the program, so the earlier operation of a conflicting pair is the one to wait for. A training loop is
-    a cycle: the operations are visited twice, and what an operation meets of the previous step's optimizer is waited for
-    as ``prev``. The other lanes are idle when a step begins.
+    Two accesses of one buffer conflict unless both only read it; a release counts as a write. The order of the graph
+    is the meaning of the program, so the earlier operation of a conflicting pair is the one to wait for. A training
+    loop is a cycle: the operations are visited twice, and what an operation meets of the previous step's optimizer is
+    waited for as ``prev``. The other lanes are idle when a step begins.
     """
     conflicts = _Conflicts()
     nodes = nodes_of(module)

@@ -8,7 +8,7 @@ from megatrain_fx.passes.residency import Use, assign, buffers_needed, size_clas
 
 
 def assign_slots(module: fx.GraphModule) -> fx.GraphModule:
-    """Replace ``slot.use<n>`` by ``slot.<k>``, without prefetches of regions that are resident, nor the releases before."""
+    """Replace ``slot.use<n>`` by ``slot.<k>``, with no prefetch of a resident region, nor the release before."""
     facts = facts_of(module)
     region_of = {
         operation_of(node).writes[0]: number_of(operation_of(node).reads[0]) for node in nodes_of(module, Op.PREFETCH)

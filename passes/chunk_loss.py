@@ -1,7 +1,7 @@
 """Pass on a captured graph: a linear head and the cross-entropy of its logits become one unit that works by chunks.
 
-It runs before the graph is cut into stages. Where the whole logits would be small, or are used for anything but the loss,
-it leaves the graph alone, and with it the bits of the result.
+It runs before the graph is cut into stages. Where the whole logits would be small, or are used for anything but the
+loss, it leaves the graph alone, and with it the bits of the result.
 """
 
 from __future__ import annotations
@@ -47,7 +47,8 @@ def chunk_loss(captured: Captured, most_bytes: int, *, keep_logits: bool = False
         return captured
     for number, loss in enumerate(losses):
         _call_chunked(root, f"chunked_loss_{number}", loss, _settings(loss, most_bytes, compiled))
-    structure = _without_outputs(root.graph, captured.output_tree.structure, {n for loss in losses for n in loss.logits})
+    logits = {node for loss in losses for node in loss.logits}
+    structure = _without_outputs(root.graph, captured.output_tree.structure, logits)
     for loss in losses:
         _remove_head(root, loss)
     root.graph.lint()
@@ -59,7 +60,8 @@ def chunk_loss(captured: Captured, most_bytes: int, *, keep_logits: bool = False
 
 def _copy(root: fx.GraphModule) -> fx.GraphModule:
     """A graph module with nodes of its own and the same attributes."""
-    graph, copies = fx.Graph(), {}
+    graph = fx.Graph()
+    copies: dict[fx.Node, fx.Node] = {}
     for node in root.graph.nodes:
         copies[node] = graph.node_copy(node, copies.__getitem__)
     return fx.GraphModule(root, graph, class_name=type(root).__name__)

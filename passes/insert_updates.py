@@ -11,13 +11,18 @@ def insert_updates(module: fx.GraphModule) -> fx.GraphModule:
     """Update each region once its last gradients are home and its weights are needed no more in this step.
 
     With clipping, the norm is known only after the backward pass: every region is measured instead, and all updates
-    follow the ``clip`` that the caller's ``optimizer.step()`` stands for, first those that the next forward needs first.
+    follow the ``clip`` that the caller's ``optimizer.step()`` stands for, first those that the next forward needs
+    first.
     """
     updates = facts_of(module).updates
     if updates.mode is UpdateMode.NONE:
         return module
-    last = {operation_of(node).writes[0]: node for node in nodes_of(module, Op.ACCUMULATE)}
-    homes = {number_of(gradients): node for gradients, node in last.items() if number_of(gradients) in updates.regions}
+    homes: dict[int, fx.Node] = {}
+    for node in nodes_of(module, Op.ACCUMULATE):
+        region = number_of(operation_of(node).writes[0])
+        if region in updates.regions:
+            homes.pop(region, None)  # so that regions stand in the order in which they are complete
+            homes[region] = node
     if updates.mode is UpdateMode.DURING_BACKWARD:
         for region, node in homes.items():
             _insert_after(module.graph, _last_use(module, node, region), _update(region))

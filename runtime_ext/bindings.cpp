@@ -15,6 +15,7 @@
 #include "executor.h"
 #include "gate.h"
 #include "instruction_bindings.h"
+#include "memory_bindings.h"
 #include "optimizer_bindings.h"
 #include "runtime.h"
 #include "signals.h"
@@ -92,6 +93,7 @@ PYBIND11_MODULE(_runtime, module) {
   megatrain::register_gate(module);
   megatrain::register_tasks(module);
   megatrain::register_runtime(module);
+  megatrain::register_memory(module);
   megatrain::register_instruction(module);
   megatrain::register_executor(module);
   megatrain::register_optimizer(module);

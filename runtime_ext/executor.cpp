@@ -31,6 +31,8 @@ bool has_cpu_tensor(const std::vector<at::Tensor>& tensors) {
 bool is_done_by_host(const Operation& operation) {
   if (const auto* copy = std::get_if<Copy>(&operation)) return copy->source.is_cpu() && copy->target.is_cpu();
   if (const auto* delivery = std::get_if<Delivery>(&operation)) return delivery->source.is_cpu();
+  if (const auto* copy = std::get_if<StagedCopy>(&operation)) return copy->target.is_cpu();
+  if (const auto* delivery = std::get_if<StagedDelivery>(&operation)) return delivery->source.is_cpu();
   return std::holds_alternative<RunTask>(operation);
 }
 
@@ -144,6 +146,10 @@ void Executor::operate(const Operation& operation) {
     transfer(*copy);
   } else if (const auto* delivery = std::get_if<Delivery>(&operation)) {
     transfer({delivery->source, delivery->destination->target});
+  } else if (const auto* staged_copy = std::get_if<StagedCopy>(&operation)) {
+    staged_copy->staging->to_device(staged_copy->source, staged_copy->target);
+  } else if (const auto* staged_delivery = std::get_if<StagedDelivery>(&operation)) {
+    staged_delivery->staging->to_host(staged_delivery->source, staged_delivery->destination->target);
   } else if (const auto* task = std::get_if<RunTask>(&operation)) {
     task->task->run();
   } else if (const auto* call = std::get_if<Call>(&operation)) {

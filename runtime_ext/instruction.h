@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "dispatcher.h"
+#include "staging.h"
 #include "task.h"
 
 namespace megatrain {
@@ -31,6 +32,19 @@ struct Delivery {
   std::shared_ptr<Destination> destination;
 };
 
+// The same two through staging buffers of the lane, for host memory that the device cannot copy by itself.
+struct StagedCopy {
+  at::Tensor source;
+  at::Tensor target;
+  std::shared_ptr<Staging> staging;
+};
+
+struct StagedDelivery {
+  at::Tensor source;
+  std::shared_ptr<Destination> destination;
+  std::shared_ptr<Staging> staging;
+};
+
 // A Python function that is given the run's context.
 struct Call {
   pybind11::object function;
@@ -43,7 +57,7 @@ struct RunTask {
 // No work: a point in a lane's order that others can wait for.
 struct Mark {};
 
-using Operation = std::variant<Copy, Delivery, Call, RunTask, Mark>;
+using Operation = std::variant<Copy, Delivery, StagedCopy, StagedDelivery, Call, RunTask, Mark>;
 
 struct Instruction {
   Step step;

@@ -29,6 +29,15 @@ Operation make_copy(at::Tensor source, at::Tensor target) {
 Operation make_delivery(at::Tensor source, std::shared_ptr<Destination> destination) {
   return Delivery{std::move(source), std::move(destination)};
 }
+Operation make_staged_copy(at::Tensor source, at::Tensor target, std::shared_ptr<Staging> staging) {
+  require_equal_bytes(source, target);
+  return StagedCopy{std::move(source), std::move(target), std::move(staging)};
+}
+Operation make_staged_delivery(at::Tensor source, std::shared_ptr<Destination> destination,
+                               std::shared_ptr<Staging> staging) {
+  require_equal_bytes(source, destination->target);
+  return StagedDelivery{std::move(source), std::move(destination), std::move(staging)};
+}
 Operation make_call(py::object function) { return Call{std::move(function)}; }
 Operation make_task(std::shared_ptr<Task> task) { return RunTask{std::move(task)}; }
 Operation make_mark() { return Mark{}; }
@@ -117,6 +126,10 @@ void register_instruction(py::module_& module) {
                                       garbage_collected<Instruction, visit_function, clear_function>());
   define_kind(instruction, "copy", make_copy, py::arg("source"), py::arg("target"));
   define_kind(instruction, "deliver", make_delivery, py::arg("source"), py::arg("destination").none(false));
+  define_kind(instruction, "staged_copy", make_staged_copy, py::arg("source"), py::arg("target"),
+              py::arg("staging").none(false));
+  define_kind(instruction, "staged_deliver", make_staged_delivery, py::arg("source"),
+              py::arg("destination").none(false), py::arg("staging").none(false));
   define_kind(instruction, "call", make_call, py::arg("function"));
   define_kind(instruction, "task", make_task, py::arg("task").none(false));
   define_kind(instruction, "mark", make_mark);

@@ -7,8 +7,10 @@ import torch
 from torch import Tensor, nn
 
 from captured_and_eager import CPU, assert_capture_equals_eager, assert_equals_eager
+from edge_architectures import ReversedGradient
 from megatrain_fx.capture import capture
 from megatrain_fx.execution_modes import Autocast, ExecutionModes, run_region
+from megatrain_fx.unit_call import FunctionCall
 from models import example
 
 WIDTH = 8
@@ -179,6 +181,24 @@ def test_in_place_updates_of_inputs() -> None:
     assert_capture_equals_eager(InPlace(), torch.randn(3, WIDTH), torch.zeros(WIDTH))
 
 
+class SwappedBuffers(Layers):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("current", torch.zeros(WIDTH))
+        self.register_buffer("previous", torch.ones(WIDTH))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        x = self.layers[0](x)
+        self.current, self.previous = self.previous, self.current
+        return x + self.current, self.previous
+
+
+def test_buffers_are_read_before_any_is_written() -> None:
+    model = SwappedBuffers()
+    captured = assert_capture_equals_eager(model, torch.randn(3, WIDTH))
+    assert_equals_eager(captured, model, (torch.randn(3, WIDTH),))
+
+
 class GlueRandomness(Layers):
     def forward(self, x: Tensor) -> Tensor:
         noise = torch.randn_like(x) + torch.rand(WIDTH, device=x.device)
@@ -195,6 +215,53 @@ def test_random_numbers_of_the_glue() -> None:
 def test_glue_without_units_and_model_without_parameters() -> None:
     assert_capture_equals_eager(nn.Linear(WIDTH, WIDTH), torch.randn(3, WIDTH))
     assert_capture_equals_eager(nn.Dropout(), torch.randn(3, WIDTH))
+
+
+class AsksForGradients(Layers):
+    """The glue asks whether the results of units require gradients."""
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.layers[0](ids.float())
+        x = x * 2 if x.requires_grad else x * 3
+        with torch.no_grad():
+            y = self.layers[1](x)
+        return x + (y * 2 if y.requires_grad else y * 3)
+
+
+def test_glue_that_asks_for_gradients() -> None:
+    ids = torch.ones(2, WIDTH, dtype=torch.int64)
+    assert_capture_equals_eager(AsksForGradients(), ids)
+    assert_capture_equals_eager(AsksForGradients().requires_grad_(False), ids)
+
+
+class TransformedGlue(Layers):
+    """The glue uses a function transform and structured control flow."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.func.vmap(lambda row: row * self.scale)(self.layers[0](x))
+        return torch.cond(x.sum() > 0, lambda y: y * 2, lambda y: y * 3, (x,))
+
+
+def test_function_transforms_and_control_flow() -> None:
+    assert_capture_equals_eager(TransformedGlue(), torch.randn(3, WIDTH))
+
+
+class CustomGlue(Layers):
+    """The glue applies custom autograd functions, one of them to a parameter and in a region without gradients."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = ReversedGradient.apply(self.layers[0](x)) * ReversedGradient.apply(self.scale)
+        with torch.no_grad():
+            y = ReversedGradient.apply(self.layers[1](x) * 2)
+        return ReversedGradient.apply(self.layers[2](x)) + y
+
+
+@pytest.mark.parametrize("dynamic", [False, True], ids=["static", "symbolic"])
+def test_custom_autograd_functions_in_the_glue(dynamic: bool) -> None:
+    captured = assert_capture_equals_eager(CustomGlue(), torch.randn(3, WIDTH), dynamic=dynamic)
+    assert len(captured.unit_calls) == 3
+    functions = [m for m in captured.graph_module.modules() if isinstance(m, FunctionCall)]
+    assert [module.function for module in functions] == [ReversedGradient] * 4
 
 
 class Checkpointed(Layers):

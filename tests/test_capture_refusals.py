@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import random
 import traceback
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -154,8 +156,57 @@ def test_tensor_that_leaves_a_unit_by_the_back_door() -> None:
                 handle.remove()
             return x + seen[0]
 
-    with pytest.raises(CaptureError, match=r"shape \(2, 8\) that was made inside a unit"):
+    with pytest.raises(CaptureError, match=r"shape \(2, 8\) of which tracing does not know how it was made"):
         capture(Leaking(), (torch.randn(2, WIDTH),), {}, device=CPU)
+
+
+def test_detour_by_data() -> None:
+    with pytest.raises(CaptureError, match=r"by \.data\.[\s\S]*test_capture_refusals\.py"):
+        _capture(lambda model, x: x + x.data * 2)
+
+
+def test_number_computed_from_values() -> None:
+    with pytest.raises(OutputTreeError, match=r"output\[1\] of Model .* computed from the values of a tensor"):
+        _capture(lambda model, x: (x, x.sum().item()))
+    with pytest.raises(DataDependentGlueError, match=r"argument \['a'\] of autograd function SavedApply is a number"):
+        _capture(lambda model, x: SavedApply.apply(x, a=x.sum().item()))
+
+
+def test_host_random_numbers() -> None:
+    state, array_state = random.getstate(), np.random.get_state()[1].tolist()
+    with pytest.raises(CaptureError, match="Python's random or from NumPy outside every unit"):
+        _capture(lambda model, x: model.layers[1](x) if random.random() < 2 else x)
+    with pytest.raises(CaptureError, match="Python's random or from NumPy outside every unit"):
+        _capture(lambda model, x: x * float(np.random.rand()))
+    assert random.getstate() == state
+    assert np.random.get_state()[1].tolist() == array_state
+
+
+class SavedApply(torch.autograd.Function):
+    @staticmethod
+    def forward(context: Any, x: Tensor) -> Tensor:
+        return x * 2
+
+    @staticmethod
+    def backward(context: Any, gradient: Tensor) -> Tensor:
+        return gradient * 3
+
+
+saved = SavedApply.apply
+
+
+def test_autograd_function_by_a_saved_reference() -> None:
+    with pytest.raises(CaptureError, match="applies SavedApply outside every unit by a saved reference"):
+        _capture(lambda model, x: saved(x))
+
+
+def test_attributes_that_the_glue_assigns_are_told(caplog: pytest.LogCaptureFixture) -> None:
+    def between(model: Model, x: Tensor) -> Tensor:
+        model.latest = x.detach()
+        return model.layers[1](x)
+
+    _capture(between)
+    assert "Model assigns to latest outside every unit" in caplog.text
 
 
 class ByValue(nn.Module):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import io
 import pickle
 from collections.abc import Callable
@@ -15,7 +16,7 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
 
 import megatrain_fx as megatrain
-from architectures import Gpt, MultilayerPerceptron
+from architectures import Gpt
 from comparison import WIDTH, Pair, features, make_pair, perceptron
 from models import example
 
@@ -67,7 +68,9 @@ def test_class_attributes_and_methods_stay() -> None:
 
 
 def test_names_and_order_of_parameters_buffers_and_modules_stay() -> None:
-    pair = stepped(Gpt)
+    args, kwargs = example("gpt").make_inputs()
+    pair = make_pair(Gpt)
+    pair.step(*args, **kwargs)
     for listing in ("named_parameters", "named_buffers", "named_modules", "named_children"):
         expected, actual = ([name for name, _ in getattr(model, listing)()] for model in pair.both)
         assert expected == actual
@@ -147,7 +150,9 @@ def _saved(model: nn.Module) -> nn.Module:
 
 
 @pytest.mark.parametrize(
-    "duplicate", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model)), _saved], ids=["copy", "pickle", "save"]
+    "duplicate",
+    [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model)), _saved],
+    ids=["copy", "pickle", "save"],
 )
 @pytest.mark.parametrize("called", [False, True])
 def test_copies_are_ordinary_models(duplicate: Callable[[nn.Module], nn.Module], called: bool) -> None:
@@ -193,8 +198,9 @@ def test_own_ways_of_copying_are_respected() -> None:
     assert pickle.loads(pickle.dumps(pair.compiled)).handle is None
     twin = copy.deepcopy(pair.compiled)
     assert torch.equal(twin(features()), pair.eager(features()))
-    assert torch.equal(type(pair.compiled)()(features()).mean(), twin(features()).mean()) is False
-    for model in (*pair.both, twin):
+    other = type(pair.compiled)()
+    assert torch.equal(other(features()), Custom.forward(other, features()))
+    for model in (*pair.both, twin, other):
         model.handle.close()
 
 
@@ -210,137 +216,14 @@ def test_averaged_model_follows() -> None:
     assert torch.equal(averages[0](features()), averages[1](features()))
 
 
-def test_hooks_of_the_model() -> None:
-    pair = make_pair(perceptron)
-    seen: list[list[tuple[Tensor, Tensor]]] = [[], []]
-    for model, gradients in zip(pair.both, seen, strict=True):
-        model.register_forward_pre_hook(lambda _, args: (args[0] + 1,))
-        model.register_forward_hook(lambda _, args, output: output * args[0])
-        model.register_full_backward_hook(lambda _, inner, outer, kept=gradients: kept.append((inner[0], outer[0])))
-    inputs = features().requires_grad_()
-    pair.step(inputs)
-    for expected, actual in zip(*(found[0] for found in seen), strict=True):
-        assert torch.equal(expected, actual)
-    assert len(seen[0]) == len(seen[1])
-
-
-@pytest.mark.parametrize("called", [False, True], ids=["before_the_first_call", "after_it"])
-@pytest.mark.parametrize("part", [2, 1], ids=["unit", "glue"])
-def test_forward_hooks_of_parts(part: int, called: bool) -> None:
-    """A hook that changes a result counts, whenever it was registered, on a unit and on a module without parameters."""
-    pair = stepped(perceptron) if called else make_pair(perceptron)
-    handles = [model[part].register_forward_hook(lambda _, args, output: output * args[0]) for model in pair.both]
-    pair.step(features())
-    for handle in handles:
-        handle.remove()
-    pair.step(features())
-
-
-def test_backward_hooks_of_units_change_gradients() -> None:
-    pair = make_pair(perceptron)
-    for model in pair.both:
-        model[2].register_full_backward_hook(lambda _, inner, outer: (inner[0] * 2,))
-        model[4].register_full_backward_pre_hook(lambda _, outer: (outer[0] * 3,))
-    for seed in range(2):
-        pair.step(features(seed=seed))
-
-
-def test_observing_hooks_see_the_same_values() -> None:
-    pair = make_pair(perceptron)
-    pair.step(features())
-    seen: list[list[Tensor]] = [[], []]
-    for model, kept in zip(pair.both, seen, strict=True):
-        model[2].register_forward_hook(lambda _, args, output, kept=kept: kept.append(output.detach().clone()))
-    pair.step(features(seed=2))
-    assert all(torch.equal(seen[0][0], output) for output in seen[1])
-
-
 def _step_or_refusal(pair: Pair, refusal: str | None) -> None:
     """The step equals eager's, or, where ``refusal`` is given, is refused with an error that names it."""
     try:
         pair.step(features(seed=3))
     except megatrain.MegatrainError as error:
-        assert refusal is not None  # noqa: PT017  either is right
+        assert refusal is not None
         assert refusal in str(error)  # noqa: PT017
 
 
-def test_replaced_parameter_is_followed_or_refused() -> None:
-    pair = stepped()
-    for model in pair.both:
-        torch.manual_seed(5)
-        model.first.weight = nn.Parameter(torch.randn(WIDTH, WIDTH))
-        model.zero_grad()
-    _step_or_refusal(pair, "replaced")
-
-
-def test_added_module_is_followed_or_refused() -> None:
-    pair = stepped(perceptron)
-    for model in pair.both:
-        torch.manual_seed(5)
-        model.append(nn.Linear(WIDTH, WIDTH))
-        model.zero_grad()
-    _step_or_refusal(pair, "added")
-
-
-def test_replaced_buffers_are_followed() -> None:
-    pair = stepped(lambda: nn.Sequential(example("layer_buffers").make_model(), example("glue_buffer").make_model()))
-    for model in pair.both:
-        model[0][1].factor = torch.full((WIDTH,), 5.0)
-        model[1].norm.running_mean = torch.full((WIDTH,), 2.0)
-    pair.step(features(seed=2))
-    pair = stepped()
-    for model in pair.both:
-        model.offset = torch.full((WIDTH,), 3.0)
-    pair.step(features(seed=2))
-
-
-def test_changed_constants_of_units_are_followed() -> None:
-    def build() -> nn.Module:
-        return nn.Sequential(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Dropout(0.1)), nn.Linear(WIDTH, WIDTH))
-
-    pair = stepped(lambda: nn.Sequential(*(nn.TransformerEncoderLayer(WIDTH, 2, 8, batch_first=True) for _ in range(2))))
-    for model in pair.both:
-        model[0].dropout.p = 0.9
-        model[1].norm_first = True
-    pair.step(features())
-
-
-@pytest.mark.parametrize("change", ["attribute", "dropout"])
-def test_changed_constants_of_the_glue_are_followed(change: str) -> None:
-    class Scaled(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = nn.Linear(WIDTH, WIDTH)
-            self.dropout = nn.Dropout(0.1)
-            self.scale = 1.0
-
-        def forward(self, inputs: Tensor) -> Tensor:
-            return self.dropout(self.layer(inputs)) * self.scale
-
-    pair = stepped(Scaled)
-    for model in pair.both:
-        if change == "attribute":
-            model.scale = 3.0
-        else:
-            model.dropout.p = 0.9
-    pair.step(features(seed=2))
-
-
-def test_training_flag_of_a_part() -> None:
-    pair = make_pair(lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Dropout(0.5), nn.BatchNorm1d(WIDTH), nn.Dropout(0.5)))
-    for part in (1, 2, 3, 1):
-        for model in pair.both:
-            model[part].train(not model[part].training)
-        pair.step(features())
-
-
-def test_conversion_after_compile_is_refused_with_a_remedy() -> None:
-    model = stepped(MultilayerPerceptron).compiled
-    with pytest.raises(megatrain.ModelDeviceError, match="before compiling"):
-        model.double()(features().double())
-
-
 def test_custom_forward_signature_is_kept() -> None:
-    import inspect
-
     assert inspect.signature(megatrain.compile(Custom(), device="cpu").forward) == inspect.signature(Custom().forward)

@@ -1,0 +1,222 @@
+"""How a step is made: region by region, during a backward pass or after it."""
+
+import logging
+import math
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+
+from megatrain_fx.errors import ConfigError, ExecutionError, OptimizerError
+from megatrain_fx.extension import runtime as native
+from megatrain_fx.optim.gradient_norm import GradientNorm, clip_coefficient
+from megatrain_fx.optim.region_memory import RegionMemory
+from megatrain_fx.optim.region_states import RegionStates
+from megatrain_fx.optim.stage_options import CheckedOptions
+from megatrain_fx.optim.step_record import StepRecord
+from megatrain_fx.optim.trained_parameters import TrainedParameters
+from megatrain_fx.store import HostStore
+
+logger = logging.getLogger(__name__)
+
+
+class Formula(Protocol):
+    """What an optimizer computes, and from what."""
+
+    param_groups: list[dict[str, Any]]
+    state: Any
+
+    def make_update(self, group: Mapping[str, Any], **step: Any) -> native.Update:
+        """The C++ update of a parameter group's parameters."""
+
+    def states_of(self, group: Mapping[str, Any]) -> tuple[str, ...]:
+        """Names of the float32 state that the parameters of a group have."""
+
+
+class RegionSteps:
+    """Runs the updates of all regions.
+
+    Invariant: while an update is pending, the gate of its region is closed, and nothing here changes what it works on.
+
+    Attributes:
+        queue: runs the updates.
+        states: where the state lives.
+        grad_norm: total norm of the last step's gradients before clipping; None if it was never needed.
+        skipped: steps that were skipped since the norm was infinite or NaN.
+        record: what was done since the last step.
+    """
+
+    def __init__(self, trained: TrainedParameters, options: CheckedOptions, state_names: Sequence[str]) -> None:
+        self.queue = native.UpdateQueue(options.threads)
+        self.states = RegionStates(trained, state_names, self.queue.pool)
+        self.grad_norm: float | None = None
+        self.skipped = 0
+        self.record = StepRecord()
+        self._trained = trained
+        self._max_norm = options.max_grad_norm
+        self._norm = GradientNorm()
+        self._armed: dict[int, list[str]] = {}
+        self._runs_before: dict[int, int] = {}
+
+    def synchronize(self) -> None:
+        """Wait until no update is pending.
+
+        Raises:
+            ExecutionError: one failed.
+        """
+        try:
+            self.queue.wait()
+        except RuntimeError as error:
+            raise ExecutionError(str(error)) from error
+
+    def arm(self, formula: Formula, store: HostStore, names: Iterable[str]) -> None:
+        """Set the tasks of all regions with these parameters, for a backward pass that is about to begin."""
+        self.synchronize()
+        for region, members in self._trained.by_region(store.layout, names).items():
+            self._norm.forget(region)
+            self._prepare(formula, store, region, members)
+            if self._max_norm is None:
+                self.states.note_update(members)
+            self._armed[region] = members
+            self._runs_before[region] = self._runs(store, region)
+
+    def narrow(self, formula: Formula, store: HostStore, region: int, names: Collection[str]) -> None:
+        """Leave alone, in an armed region, parameters that have no gradient: neither are they named nor from before."""
+        armed = self._armed.get(region, [])
+        kept = [name for name in armed if name in names or self._trained.by_name[name].grad is not None]
+        if kept == armed:
+            return
+        self._prepare(formula, store, region, kept)
+        self._armed[region] = kept
+        for name in set(armed).difference(kept):
+            parameter = self._trained.by_name[name]
+            if formula.state.get(parameter, {}).get("step") == 0:
+                del formula.state[parameter]  # it was made for this pass
+                self.states.memory(store, region).forget(name)
+
+    def disarm(self, formula: Formula, store: HostStore) -> None:
+        """Account for the tasks that were armed and submitted during a backward pass, which is over."""
+        for region, names in self._pop_armed().items():
+            if self._max_norm is None:
+                self._commit(formula, names)
+                self.record.add(store, names)
+            elif self._runs(store, region) > self._runs_before[region]:
+                self._norm.note(store, region, self.states.memory(store, region), names)
+
+    def settle(self, formula: Formula, store: HostStore) -> None:
+        """Account for an earlier backward pass that failed: some regions may have been updated."""
+        armed = self._pop_armed()
+        if not armed or self._max_norm is not None:
+            return
+        self.synchronize()
+        updated = [region for region in armed if self._runs(store, region) > self._runs_before[region]]
+        for region in updated:
+            self._commit(formula, armed[region])
+            self.record.add(store, armed[region])
+        if updated:
+            logger.warning("a backward pass failed after %d of %d regions had been updated", len(updated), len(armed))
+
+    def update(self, formula: Formula, store: HostStore, due: Collection[str]) -> None:
+        """Start updating parameters with the gradients that they have, or skip the step."""
+        self.synchronize()
+        store.reclaim()
+        regions = self._trained.by_region(store.layout, due)
+        for region, names in regions.items():
+            _take_gradients(store, region, names)
+        grad_scale = self._clip(store, regions)
+        if grad_scale is None:
+            self.skipped += 1
+            return
+        for region, names in regions.items():
+            self._prepare_update(formula, store, region, names, grad_scale)
+        self.states.note_update(due)
+        for region in regions:
+            task, gate = self.states.memory(store, region).update, store.gate(region)
+            self.queue.submit(region, task, gate, f"the update of weights.{region}")
+        self._commit(formula, due)
+
+    def _clip(self, store: HostStore, regions: Mapping[int, Sequence[str]]) -> float | None:
+        """What gradients must be multiplied by; None if their norm is no number."""
+        if self._max_norm is None:
+            return 1.0
+        self.grad_norm = self._norm.total(store, regions, lambda region: self.states.memory(store, region))
+        return clip_coefficient(self.grad_norm, self._max_norm) if math.isfinite(self.grad_norm) else None
+
+    def _prepare(self, formula: Formula, store: HostStore, region: int, names: Sequence[str]) -> None:
+        if self._max_norm is None:
+            self._prepare_update(formula, store, region, names)
+        else:
+            self.states.memory(store, region).set_norm(names)
+
+    def _prepare_update(
+        self, formula: Formula, store: HostStore, region: int, names: Sequence[str], grad_scale: float = 1.0
+    ) -> None:
+        """Parameters of one group that have made as many steps get the same update."""
+        memory = self.states.memory(store, region)
+        keys: dict[str, tuple[int, int]] = {}
+        for name in names:
+            self._adopt(formula, memory, name)
+            keys[name] = self._trained.group_of[name], formula.state[self._trained.by_name[name]]["step"] + 1
+
+        def make_update(key: tuple[int, int]) -> native.Update:
+            group = formula.param_groups[key[0]]
+            seed = None if group["stochastic_seed"] is None else group["stochastic_seed"] + region
+            return formula.make_update(group, step=key[1], grad_scale=grad_scale, stochastic_seed=seed)
+
+        memory.set_updates(keys, make_update)
+
+    def take_over(self, formula: Formula, store: HostStore | None) -> None:
+        """Keep state that was loaded, in the regions as far as these exist.
+
+        Raises:
+            ConfigError: a tensor has another shape than its parameter.
+        """
+        self.states.trust()
+        for name, parameter in self._trained.by_name.items():
+            for key, value in formula.state.get(parameter, {}).items():
+                if torch.is_tensor(value) and value.shape != parameter.shape:
+                    raise ConfigError(
+                        f"the loaded {key} of parameter {name} has shape {list(value.shape)}, the parameter has "
+                        f"{list(parameter.shape)}: load the state of a model of the same sizes"
+                    )
+        loaded = [name for name, parameter in self._trained.by_name.items() if parameter in formula.state]
+        for region, names in self._trained.by_region(store.layout, loaded).items() if store is not None else ():
+            assert store is not None
+            if store.gradient_bytes(region):
+                for name in names:
+                    self._adopt(formula, self.states.memory(store, region), name)
+
+    def _adopt(self, formula: Formula, memory: RegionMemory, name: str) -> None:
+        state, group = formula.state[self._trained.by_name[name]], formula.param_groups[self._trained.group_of[name]]
+        self.states.adopt(memory, name, state, formula.states_of(group))
+
+    def _commit(self, formula: Formula, names: Iterable[str]) -> None:
+        """Count a step of parameters that are being updated."""
+        for name in names:
+            formula.state[self._trained.by_name[name]]["step"] += 1
+
+    def _runs(self, store: HostStore, region: int) -> int:
+        memory = self.states.memory(store, region)
+        return memory.update.runs if self._max_norm is None else memory.norm.runs
+
+    def _pop_armed(self) -> dict[int, list[str]]:
+        armed, self._armed = self._armed, {}
+        return armed
+
+
+def _take_gradients(store: HostStore, region: int, names: Sequence[str]) -> None:
+    """Make the store hold the gradients that parameters have, wherever these were.
+
+    Raises:
+        OptimizerError: a parameter was frozen when the model was last called.
+    """
+    needed, held = store.layout.regions[region].gradient_bytes(names), store.gradient_bytes(region)
+    if held == 0:
+        store.reserve_gradients(region, needed)
+    elif held < needed:
+        raise OptimizerError(
+            f"{names[-1]} has a gradient, but was frozen when the model was last called, and its stage has no room for "
+            f"it: call the model after requires_grad_()"
+        )
+    for name in names:
+        store.adopt_gradient(name)
