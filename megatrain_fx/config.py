@@ -12,7 +12,7 @@ from megatrain_fx.staging import STAGING_BYTES
 
 Pin = Literal["register", "staging", "none"]
 Precision = Literal["auto", "fp32", "bf16-split", "bf16"]
-Template = Literal["eager"]
+Template = Literal["eager", "inductor"]
 
 
 def default_device() -> torch.device:
@@ -39,12 +39,17 @@ class StreamConfig:
             (fallback: ``staging``, with a warning); ``staging`` copies through pinned buffers, which is slower and
             needs no locked store; ``none`` leaves memory pageable.
         staging_bytes: size of each of the four pinned buffers for ``staging``.
-        precision: ``model`` keeps every parameter and gradient in the parameter's own dtype.
+        precision: what ``megatrain.optim`` keeps. ``fp32``: float32 parameters (16 bytes a parameter with AdamW);
+            ``bf16-split``: bfloat16 ones with an exact float32 master (14); ``bf16``: bfloat16 ones as they are (12).
+            ``auto``: the first or second, by each parameter's dtype.
         loss_chunk_bytes: where the logits of a linear head would take more than this for the cross-entropy that
             follows, both are computed by chunks of this size, forward and backward together: equal to rounding, never
             whole. The model then returns None in their place. 0: chunks of 64 rows, always. None: never.
         keep_logits: where the model returns logits, compute them as a whole, however large they are.
-        template: ``eager`` runs each stage as the Python that was given.
+        template: ``eager`` runs each stage as the Python that was given; ``inductor`` compiles each template once, so
+            that compile time does not grow with depth, and equals eager to rounding. What a stage does beside computing
+            tensors (printing, counting, hooks) then happens only while it is traced. Dropout draws other numbers than in
+            eager mode. Where compiling fails, a warning says why, and the template stays eager; so does the last stage.
         chaos: seed of chaos mode: random delays on every lane, and every buffer filled with NaN once it is released, so
             that a wrong schedule gives wrong numbers in tests. None: off.
         passes: graph transformations of your own (see CONTRIBUTING.md), run before dependencies are derived.

@@ -17,7 +17,8 @@ from megatrain_fx.pass_manager import GraphTransform, PassResult, run_passes
 from megatrain_fx.passes import pipeline
 from megatrain_fx.passes.chunk_loss import chunk_loss
 from megatrain_fx.schedule import Schedule
-from megatrain_fx.stage_trace import StageTrace, trace_joint_graph
+from megatrain_fx.joint_graph import trace_graphs
+from megatrain_fx.stage_trace import StageTrace
 from megatrain_fx.stages import Stage, partition
 from megatrain_fx.templates import Template, deduplicate
 
@@ -119,7 +120,7 @@ def build_program(
 
 
 def _joint_graph(stage: Stage, differentiable: frozenset[str], device: torch.device) -> fx.GraphModule:
-    return trace_joint_graph(stage, [name in differentiable for name in stage.inputs], device)
+    return trace_graphs(stage, [name in differentiable for name in stage.inputs], device).joint
 
 
 def _differentiable(dtype: torch.dtype, requires_grad: bool) -> bool:

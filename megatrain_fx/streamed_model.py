@@ -10,6 +10,8 @@ from torch import nn
 
 from megatrain_fx.bound_schedule import BoundSchedule
 from megatrain_fx.capture import capture
+from megatrain_fx.compiled_stage_runner import CompiledStageRunner
+from megatrain_fx.compiled_template import CompiledTemplate, compile_templates
 from megatrain_fx.config import StreamConfig
 from megatrain_fx.device_buffers import DeviceBuffers
 from megatrain_fx.driver import driver_of
@@ -57,6 +59,7 @@ class StreamedModel:
         self._bound: dict[tuple[int, bool, Updates], BoundSchedule] = {}
         self._latest: tuple[Run, Updates] | None = None
         self._optimizer: weakref.ref[RegionUpdater] | None = None
+        self._compiled: dict[int, dict[int, CompiledTemplate]] = {}
         self._running = threading.RLock()
 
     def prepare(
@@ -227,8 +230,10 @@ class StreamedModel:
     def _runners(self, program: Program) -> list[StageRunner]:
         assert self.store is not None
         names = {id(parameter): name for name, parameter in self.store.parameters.items()}
-        return [
-            StageRunner(
+        compiled = self._compile(program)
+        runners: list[StageRunner] = []
+        for stage, trace, facts in zip(program.stages, program.traces, program.facts.stages, strict=True):
+            binding = (
                 stage,
                 trace,
                 {local: names[id(parameter)] for local, parameter in stage.parameters},
@@ -237,8 +242,15 @@ class StreamedModel:
                 self._lanes.chaos,
                 program.captured.signature.modes.grad,
             )
-            for stage, trace, facts in zip(program.stages, program.traces, program.facts.stages, strict=True)
-        ]
+            template = compiled.get(stage.index)
+            runners.append(StageRunner(*binding) if template is None else CompiledStageRunner(template, *binding))
+        return runners
+
+    def _compile(self, program: Program) -> dict[int, CompiledTemplate]:
+        """The program's compiled templates, by stage: made once, however often schedules are bound."""
+        if id(program) not in self._compiled:
+            self._compiled[id(program)] = compile_templates(program, self.config)
+        return self._compiled[id(program)]
 
     def _trainable(self, program: Program) -> list[str]:
         names = {id(parameter): name for name, parameter in self.store.parameters.items()} if self.store else {}
