@@ -26,6 +26,7 @@ from megatrain_fx.errors import (
     ScheduleParseError,
     StaleWeightsError,
     UnsupportedInputError,
+    WeightsError,
 )
 from megatrain_fx.memory import MemoryReport, memory
 from megatrain_fx.program import Program
@@ -52,6 +53,7 @@ __all__ = [
     "StaleWeightsError",
     "StreamConfig",
     "UnsupportedInputError",
+    "WeightsError",
     "compile",
     "memory",
     "optim",

@@ -90,7 +90,7 @@ class AccumulateTask(Task):
 class HostMapping:
     """Anonymous memory of whole pages, zero at first: it lives as long as this object or any tensor made of it."""
 
-    def __init__(self, bytes: int) -> None:
+    def __init__(self, bytes: int) -> None:  # noqa: A002  the name in C++
         """Maps memory, for huge pages where it is large enough.
 
         Raises:
@@ -106,7 +106,7 @@ class HostMapping:
     def set_inherited(self, inherited: bool) -> None:
         """Keeps the memory out of processes that are forked from now on, or lets them have a copy again."""
     def before_unmap(self, release: Callable[[], object]) -> None:
-        """`release` is called once before the memory is unmapped; not in a forked process, nor at the interpreter's end."""
+        """`release` is called once, before unmapping; not in a forked process, nor while the interpreter ends."""
     @property
     def address(self) -> int: ...
     @property

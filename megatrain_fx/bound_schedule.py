@@ -103,15 +103,15 @@ class BoundSchedule:
         return stage
 
     def _instructions(self, arrivals: Mapping[int, Homecoming]) -> Iterator[native.Instruction]:
-        """One instruction for each operation; where a region lies is known from the prefetches before."""
-        slot_of: dict[int, str] = {}
+        """One instruction for each operation; what a slot holds is known from the prefetches before."""
+        held: dict[str, int] = {}
         departures = {self._journeys[index].evacuate: homecoming for index, homecoming in arrivals.items()}
         for index, operation in enumerate(self._schedule.operations[: self._end]):
             heading = format_operation(index, operation), _LANES[operation.lane]
             waits = list(operation.after)
             if operation.op is Op.PREFETCH:
                 region = number_of(operation.reads[0])
-                slot_of[region] = operation.writes[0]
+                held[operation.writes[0]] = region
                 yield self._prefetch(heading, region, self._memory[operation.writes[0]], waits)
             elif operation.op is Op.EVACUATE:
                 homecoming, journey = departures[index], self._evacuations[index]
@@ -119,7 +119,7 @@ class BoundSchedule:
                 yield self._evacuate(heading, journey.region, source, homecoming.evacuation, waits)
             elif operation.op in (Op.ACCUMULATE, Op.NORM, Op.UPDATE):
                 yield native.Instruction.task(*heading, self._task(index, operation, arrivals), waits)
-            elif (call := self._call(index, operation, slot_of)) is not None:
+            elif (call := self._call(index, operation, held)) is not None:
                 yield native.Instruction.call(*heading, call, waits, poison=self._poison(operation))
             else:
                 yield native.Instruction.mark(*heading, waits, poison=self._poison(operation))
@@ -160,7 +160,7 @@ class BoundSchedule:
         """Slots and slabs to spoil as they are released, in chaos mode."""
         return [self._memory[name] for name in operation.freed if self._chaos and name in self._memory]
 
-    def _call(self, index: int, operation: Operation, slot_of: Mapping[int, str]) -> _Call | None:
+    def _call(self, index: int, operation: Operation, held: Mapping[str, int]) -> _Call | None:
         """What Python does for an operation; None if nothing."""
         if operation.op is Op.RELEASE:
             names = tuple(name for name in operation.freed if name not in self._memory)
@@ -174,15 +174,19 @@ class BoundSchedule:
             return runner.checkpoint
         if operation.op is Op.BACKWARD:
             return self._backward_call(index, operation, runner)
-        weights = self._views(operation, runner, slot_of)
+        weights = self._views(operation, runner, held)
         if operation.op is Op.RECOMPUTE:
             return lambda run: runner.recompute(run, weights)
         records = any(kind_of(name) is BufferKind.TAPE for name in operation.writes)
         return lambda run: runner.forward_recording(run, weights) if records else runner.forward(run, weights)
 
-    def _views(self, operation: Operation, runner: StageRunner, slot_of: Mapping[int, str]) -> dict[str, torch.Tensor]:
-        """The parameters of a stage as views of the slots that hold them, by name in the stage's module."""
+    def _views(self, operation: Operation, runner: StageRunner, held: Mapping[str, int]) -> dict[str, torch.Tensor]:
+        """The parameters of a stage as views of the slots that the operation reads, by name in the stage's module.
+
+        Other slots may hold the same regions; nothing orders this operation after the copies into those.
+        """
         places = self._program.layout.places
+        slot_of = {held[name]: name for name in operation.reads if kind_of(name) is BufferKind.SLOT}
         return {
             local: places[name].view(self._memory[slot_of[places[name].region]])
             for local, name in runner.parameter_names.items()

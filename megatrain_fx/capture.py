@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import inspect
 import logging
 import re
-from collections.abc import Mapping, Sequence
+import threading
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -30,6 +32,8 @@ from megatrain_fx.units import find_units
 
 _PREFIX = "model."
 logger = logging.getLogger(__name__)
+# Tracing exchanges methods of classes for the whole process, so threads capture one after the other.
+_tracing = threading.Lock()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,7 +85,8 @@ def capture(
 ) -> Captured:
     """Capture `model.forward(*args, **kwargs)` as it runs on `device`; nothing real is run, allocated or changed.
 
-    The hooks of `model` itself are left out, since they run around its forward; all others are captured.
+    The hooks of `model` itself are left out, since they run around its forward; all others are captured. What the glue
+    reads of Python attributes is a constant of the graph, which a later change of the attribute does not reach.
 
     Args:
         model: its parameters may be anywhere, also on the meta device.
@@ -104,7 +109,8 @@ def capture(
     if recorder.specialising and retried is not None:
         recorder = UnitRecorder(Originals(model), device, frozenset(recorder.specialising))
         program = _export(_Entry(model, structure, recorder), tensors, retried, device, forward_class)
-    graph_module, unit_calls = build_captured_graph(program, model, _PREFIX, recorder, _input_names(model, structure))
+    forward = model.forward if forward_class is None else functools.partial(forward_class.forward, model)
+    graph_module, unit_calls = build_captured_graph(program, model, _PREFIX, recorder, _input_names(forward, structure))
     assert recorder.returned is not None
     _check_side_effects(model, recorder, randomness)
     symbolic = SymbolicSignature.read(graph_module, signature) if dynamic else None
@@ -114,7 +120,7 @@ def capture(
 def _check_side_effects(model: nn.Module, recorder: UnitRecorder, randomness: HostRandomState) -> None:
     """Refuse what would go wrong silently, and tell of what is left out."""
     name = type(model).__name__
-    if HostRandomState.read() != randomness:
+    if HostRandomState.read().advanced_since(randomness):
         randomness.restore()
         raise CaptureError(
             f"{name} draws random numbers from Python's random or from NumPy outside every unit, and a captured graph "
@@ -161,7 +167,7 @@ def _export(
     sizes = (tuple(dict.fromkeys(own, Dim.AUTO) for own in dims),) if any(dims) else None
     token = active_recorder.set(recorder)
     try:
-        with preserved(model):
+        with _tracing, preserved(model):
             if forward_class is not None:
                 model.__class__ = forward_class
             with mode:
@@ -197,14 +203,16 @@ def _stand_in(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     return fake.requires_grad_(tensor.requires_grad)
 
 
-def _input_names(model: nn.Module, structure: Structure) -> list[str]:
+def _input_names(forward: Callable[..., Any], structure: Structure) -> list[str]:
     """A Python name for each distinct input tensor: of the argument, and the way to the tensor in it."""
-    parameters = list(inspect.signature(model.forward).parameters)
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    positional = [name for name, parameter in inspect.signature(forward).parameters.items() if parameter.kind in kinds]
     names: dict[int, str] = {}
     for path, leaf in zip(leaf_names(structure.tree), structure.leaves, strict=True):
         words = re.findall(r"\w+", path)[1:]
-        if path.startswith("[0]") and int(words[0]) < len(parameters):
-            words[0] = parameters[int(words[0])]
+        if path.startswith("[0]"):
+            index = int(words[0])
+            words[0] = positional[index] if index < len(positional) else f"args_{index}"
         if isinstance(leaf, Value):
             names.setdefault(leaf.number, "_".join(words))
     return [names[number] for number in sorted(names)]

@@ -25,7 +25,9 @@ class CompiledFunctions:
         output_requires_grad: for each output.
     """
 
-    def __init__(self, graphs: StageGraphs, differentiates: bool, device: torch.device, options: dict[str, Any]) -> None:
+    def __init__(
+        self, graphs: StageGraphs, differentiates: bool, device: torch.device, options: dict[str, Any]
+    ) -> None:
         """Prepare the functions; they are compiled when they run for the first time.
 
         Args:
@@ -105,11 +107,11 @@ class _Compiled:
 
     def __init__(self, traced: fx.GraphModule, wanted: slice, options: dict[str, Any]) -> None:
         graph = fx.Graph()
-        graph.output(tuple(graph.graph_copy(traced.graph, {}))[wanted])
+        graph.output(graph.graph_copy(traced.graph, {}))
         module = fx.GraphModule(traced, graph)
         graph = module.graph
         (output,) = graph.find_nodes(op="output")
-        output.args = (tuple(keep_random(graph, results(graph))),)
+        output.args = (tuple(keep_random(graph, results(graph)[wanted])),)
         graph.eliminate_dead_code()
         placeholders = graph.find_nodes(op="placeholder")
         self._used = [position for position, node in enumerate(placeholders) if node.users]
@@ -132,6 +134,6 @@ def _laid_out(tangent: torch.Tensor | None, layout: torch.Tensor, device: torch.
 
 
 def _plain_modes(device: torch.device) -> Any:
-    """Modes that are the same wherever a function runs, so that it is compiled once; autocast is in its graph already."""
+    """Modes that are the same wherever a function runs, so that it is compiled once. Its graph has autocast in it."""
     types = dict.fromkeys(("cpu", device.type))
     return ExecutionModes(False, tuple(Autocast(kind, torch.bfloat16, False, True) for kind in types)).active()

@@ -1,15 +1,15 @@
-"""Compiled templates: each is compiled once by Inductor, for all the stages that share it, or stays eager and says why."""
+"""Compiled templates: each is compiled once by Inductor for all stages that share it, or stays eager and says why."""
 
 from __future__ import annotations
 
 import logging
 import operator
-import random
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import fx, nn
+from torch import fx
 
 from megatrain_fx.compiled_functions import CompiledFunctions
 from megatrain_fx.config import StreamConfig
@@ -18,7 +18,9 @@ from megatrain_fx.joint_graph import StageGraphs, trace_graphs
 from megatrain_fx.model_state import preserved
 from megatrain_fx.program import Program
 from megatrain_fx.random_operations import inductor_options
+from megatrain_fx.side_effects import SideEffectWatch
 from megatrain_fx.stage_function import StageArguments
+from megatrain_fx.stage_trace import StageTrace
 from megatrain_fx.stages import Stage
 from megatrain_fx.templates import Template
 
@@ -31,7 +33,10 @@ _FEWEST_OPERATIONS = 5
 
 
 class CompiledTemplate:
-    """A template as compiled functions, one pair for each layout (sizes and strides) of inputs that it meets."""
+    """A template as compiled functions, one pair for each layout (sizes and strides) of inputs that it meets.
+
+    Where sizes vary from call to call, a layout is compiled when it comes a second time: many come only once.
+    """
 
     def __init__(
         self,
@@ -39,6 +44,7 @@ class CompiledTemplate:
         stage: Stage,
         input_requires_grad: Sequence[bool],
         differentiates: bool,
+        sizes_vary: bool,
         device: torch.device,
     ) -> None:
         """Compile nothing yet: that happens as stages run.
@@ -48,6 +54,7 @@ class CompiledTemplate:
             stage: one of its stages.
             input_requires_grad: for each input of the stage, whether its gradient is wanted.
             differentiates: whether the stages have a backward.
+            sizes_vary: whether the program serves inputs of other sizes too.
             device: where they run.
         """
         self.template = template
@@ -56,6 +63,8 @@ class CompiledTemplate:
         self._differentiates = differentiates
         self._device = device
         self._functions: dict[Any, CompiledFunctions | None] = {}
+        self._calls: Counter[Any] = Counter()
+        self._awaited_calls = 2 if sizes_vary else 1
         self._warned = False
 
     @property
@@ -63,15 +72,21 @@ class CompiledTemplate:
         """How many functions were compiled."""
         return sum(functions.count for functions in self._functions.values() if functions)
 
-    def functions(self, arguments: StageArguments) -> CompiledFunctions | None:
-        """The functions for the layout of these inputs, compiled at first use; None if it runs eagerly."""
+    def functions(self, stage: Stage, arguments: StageArguments) -> CompiledFunctions | None:
+        """The functions with which a stage is to run forward and backward; None if it is to run eagerly.
+
+        Compiles them where they are wanted for the first time, which runs them once.
+        """
         layout = _layout(arguments.inputs)
-        if layout not in self._functions:
-            if len(self._functions) >= _MOST_LAYOUTS:
-                self._stays_eager(f"its inputs came in more than {_MOST_LAYOUTS} sizes", "pad batches to few sizes")
-                return None
-            self._functions[layout] = self._compile(arguments)
-        return self._functions[layout]
+        if layout in self._functions:
+            return self._functions[layout]
+        self._calls[layout] += stage is self._stage
+        if self._calls[layout] < self._awaited_calls:
+            return None
+        if len(self._functions) >= _MOST_LAYOUTS:
+            self._stays_eager(f"its inputs came in more than {_MOST_LAYOUTS} sizes (pad batches to a few)")
+            return None
+        return self._functions.setdefault(layout, self._compile(arguments))
 
     def _compile(self, arguments: StageArguments) -> CompiledFunctions | None:
         try:
@@ -81,8 +96,6 @@ class CompiledTemplate:
                 self._stays_eager(reason or str(options))
                 return None
             functions = CompiledFunctions(graphs, self._differentiates, self._device, options)
-            if self._is_trivial(graphs):
-                return None
             functions.try_out(arguments)
             return functions
         except torch.OutOfMemoryError:
@@ -94,28 +107,18 @@ class CompiledTemplate:
 
     def _trace(self, arguments: StageArguments) -> tuple[StageGraphs, str | None]:
         """Its graphs, and what it does beyond them, which would be lost once compiled."""
-        before = random.getstate()
-        modules = list(self._stage.module.modules())
         with preserved(self._stage.module):
-            attributes = [dict(vars(module)) for module in modules]
+            watch = SideEffectWatch(self._stage.module)
             graphs = trace_graphs(self._stage, self._input_requires_grad, self._device, arguments)
-            changed = [_changed(module, old) for module, old in zip(modules, attributes, strict=True)]
-        drew = random.getstate() != before
-        random.setstate(before)
-        if drew:
-            return graphs, "it draws numbers from Python's random module"
+            reason = watch.found()
         if graphs.replaced_buffers:
-            return graphs, f"it assigns to the buffer {graphs.replaced_buffers[0]}, rather than update it in place"
-        return graphs, next((reason for reason in changed if reason), None)
+            reason = f"it assigns to the buffer {graphs.replaced_buffers[0]}, rather than update it in place"
+        return graphs, reason
 
-    def _is_trivial(self, graphs: StageGraphs) -> bool:
-        computing = [node for node in graphs.forward.graph.nodes if node.op == "call_function" and not _is_view(node)]
-        return len(self.template.stages) == 1 and len(computing) < _FEWEST_OPERATIONS
-
-    def _stays_eager(self, reason: str, remedy: str = "") -> None:
+    def _stays_eager(self, reason: str) -> None:
         if not self._warned:
             self._warned = True
-            _warn(self.template, self._stage, f"{reason}{f' ({remedy})' if remedy else ''}")
+            _warn(self.template, self._stage, reason)
 
 
 def compile_templates(program: Program, config: StreamConfig) -> dict[int, CompiledTemplate]:
@@ -128,19 +131,41 @@ def compile_templates(program: Program, config: StreamConfig) -> dict[int, Compi
     recording = {operation.stage for operation in program.schedule if _records(operation)}
     compiled: dict[int, CompiledTemplate] = {}
     for template in program.templates:
-        stages = [index for index in template.stages if index not in recording]
-        if not stages:
+        if _is_trivial(template):
             continue
-        stage, trace, facts = (x[stages[0]] for x in (program.stages, program.traces, program.facts.stages))
-        if template.joint is None or trace.mutated_inputs:
-            reason = template.reason or f"it modifies its input {stage.inputs[trace.mutated_inputs[0]]} in place"
-            _warn(template, stage, reason)
-            continue
-        wanted = [name in facts.differentiable_inputs for name in stage.inputs]
-        differentiates = program.training and facts.has_backward
-        shared = CompiledTemplate(template, stage, wanted, differentiates, config.device)
-        compiled.update(dict.fromkeys(stages, shared))
+        replaying = (index for index in template.stages if index not in recording)
+        stages = [i for i in replaying if _may_be_compiled(template, program.stages[i], program.traces[i])]
+        if stages:
+            stage, facts = program.stages[stages[0]], program.facts.stages[stages[0]]
+            wanted = [name in facts.differentiable_inputs for name in stage.inputs]
+            differentiates, sizes_vary = program.training and facts.has_backward, program.captured.symbolic is not None
+            shared = CompiledTemplate(template, stage, wanted, differentiates, sizes_vary, config.device)
+            compiled.update(dict.fromkeys(stages, shared))
     return compiled
+
+
+def _may_be_compiled(template: Template, stage: Stage, trace: StageTrace) -> bool:
+    """Whether nothing that is known of a stage forbids it; otherwise a warning says what."""
+    reason = template.reason or trace.side_effect
+    if trace.mutated_inputs:
+        reason = f"it modifies its input {stage.inputs[trace.mutated_inputs[0]]} in place"
+    if reason is not None:
+        _warn(template, stage, reason)
+    return reason is None
+
+
+def _is_trivial(template: Template) -> bool:
+    """Whether one stage has so few operations before its gradients arrive that compiling them gains nothing."""
+    if template.joint is None or len(template.stages) > 1:
+        return False
+    computing = 0
+    late: set[fx.Node] = set()
+    for node in template.joint.graph.nodes:
+        if str(node.target).startswith("tangents") or not late.isdisjoint(node.all_input_nodes):
+            late.add(node)
+        elif node.op == "call_function" and not _is_view(node):
+            computing += 1
+    return computing < _FEWEST_OPERATIONS
 
 
 def _records(operation: Any) -> bool:
@@ -149,17 +174,7 @@ def _records(operation: Any) -> bool:
 
 def _layout(inputs: Sequence[Any]) -> tuple[Any, ...]:
     """What a graph that was traced with these inputs holds of them."""
-    return tuple(
-        (v.dtype, v.device, tuple(v.shape), v.stride()) if isinstance(v, torch.Tensor) else v for v in inputs
-    )
-
-
-def _changed(module: nn.Module, before: dict[str, Any]) -> str | None:
-    """What a module did to its own attributes."""
-    for name, value in vars(module).items():
-        if before.get(name) is not value:
-            return f"it sets the attribute {name} of a {type(module).__name__}"
-    return None
+    return tuple((v.dtype, v.device, tuple(v.shape), v.stride()) if isinstance(v, torch.Tensor) else v for v in inputs)
 
 
 def _root_cause(error: BaseException) -> str:

@@ -1,5 +1,6 @@
 """The two entry points: ``compile`` a model to train it, ``trace`` a call to look at its schedule."""
 
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -11,11 +12,12 @@ from megatrain_fx.edge import STATE, streamed_class
 from megatrain_fx.errors import ConfigError, ModelDeviceError, NoParametersError
 from megatrain_fx.program import Program, build_program
 from megatrain_fx.streamed_model import StreamedModel
+from megatrain_fx.weights import load_weights
 
 Model = TypeVar("Model", bound=nn.Module)
 
 
-def compile(model: Model, **options: Any) -> Model:  # noqa: A001  the name that users know from torch.compile
+def compile(model: Model, weights: str | Path | None = None, **options: Any) -> Model:  # noqa: A001  the name that users know from torch.compile
     """Make a model stream its parameters from host memory while it runs; returns the same object.
 
     Its class becomes a generated subclass, so ``isinstance``, attributes, ``state_dict`` keys and methods stay. The
@@ -23,16 +25,23 @@ def compile(model: Model, **options: Any) -> Model:  # noqa: A001  the name that
     backward pass too, so any optimizer works.
 
     Args:
-        model: any module whose parameters are on the CPU.
+        model: any module whose parameters are on the CPU, or on the meta device if ``weights`` are given.
+        weights: a safetensors file, or a directory with one or with shards and their index. All parameters and buffers
+            are read from there, in the model's dtypes, one at a time: a model that was built under
+            ``torch.device("meta")`` needs no memory beside its own.
         **options: the fields of :class:`megatrain_fx.StreamConfig`.
 
     Raises:
         ConfigError: an option has a value that cannot work, or the model was compiled before.
         NoParametersError: there is nothing to stream.
         ModelDeviceError: some parameter is not on the CPU.
+        WeightsError: files are damaged, or do not hold what the model needs.
     """
     config = make_config(options)
     _check_model(model)
+    if weights is not None:
+        _check_parameters(model, allowed=("cpu", "meta"))
+        load_weights(model, weights)
     _check_parameters(model, allowed=("cpu",))
     original: type[nn.Module] = type(model)
     model.__dict__[STATE] = StreamedModel(model, original, config)
@@ -89,7 +98,8 @@ def _check_parameters(model: nn.Module, allowed: tuple[str, ...]) -> None:
             remedy = "move it there with model.cpu() first; the schedule brings it to the device while it is needed"
             if parameter.device.type == "meta":
                 remedy = (
-                    "give it values with model.to_empty(device='cpu') and load its weights, or inspect it with trace"
+                    "name its files with megatrain.compile(model, weights=...), give it values with "
+                    "model.to_empty(device='cpu') and load_state_dict, or inspect it with trace"
                 )
             raise ModelDeviceError(
                 f"parameter {name} of {type(model).__name__} is on {parameter.device}, but the store is in host "

@@ -36,7 +36,7 @@ class CudaDriver:
         torch.cuda.cudart().cudaHostUnregister(address)
 
     def _forget_error(self) -> None:
-        """The runtime keeps a thread's last error until it is asked; PyTorch asks after each launch, and would raise it."""
+        """A thread's last error stays until it is read, which PyTorch does after each launch, and then raises it."""
         try:
             torch.ones(1, device=self._device).neg()
         except RuntimeError:

@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.func import functional_call
 
+from megatrain_fx.stateless_module import StatelessModule
 from megatrain_fx.units import Unit, find_units
 
 
@@ -30,9 +30,8 @@ def call_eagerly(
     within = {id(parameter) for unit in units for parameter in unit.module.parameters()}
     glue = {name: p.to(device, non_blocking=True) for name, p in model.named_parameters() if id(p) not in within}
     with _units_on(units, device):
-        return functional_call(
-            _Forward(model, forward_class), {f"model.{n}": p for n, p in glue.items()}, tuple(args), dict(kwargs)
-        )
+        stateless = StatelessModule(_Forward(model, forward_class))
+        return stateless({f"model.{name}": parameter for name, parameter in glue.items()}, args, kwargs)
 
 
 class _Forward(nn.Module):
@@ -66,10 +65,11 @@ def _streamed_forward(module: nn.Module, device: torch.device) -> Any:
     original = module.forward
 
     def forward(*args: Any, **kwargs: Any) -> Any:
-        on_device = {name: p.to(device, non_blocking=True) for name, p in module.named_parameters()}
-        module.forward = original  # functional_call calls the module, whose hooks have run already
+        stateless = StatelessModule(_Bare(module))
+        on_device = {f"module.{n}": p.to(device, non_blocking=True) for n, p in module.named_parameters()}
+        module.forward = original  # the stateless module calls the module, whose hooks have run already
         try:
-            return functional_call(_Bare(module), {f"module.{n}": p for n, p in on_device.items()}, args, kwargs)
+            return stateless(on_device, args, kwargs)
         finally:
             module.forward = forward
 

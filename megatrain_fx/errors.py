@@ -20,6 +20,10 @@ class ModelDeviceError(MegatrainError, ValueError):
     """Some parameter is not on the CPU (or, for a traced model, on the meta device)."""
 
 
+class WeightsError(MegatrainError, RuntimeError):
+    """Files of weights are damaged, or do not hold what the model needs."""
+
+
 class InputDeviceError(MegatrainError, ValueError):
     """A tensor given to the model is not on the device where the model computes."""
 
@@ -65,4 +69,4 @@ class StaleWeightsError(MegatrainError, RuntimeError):
 
 
 class OptimizerError(MegatrainError, RuntimeError):
-    """An optimizer is used in an order in which its updates, made in the background, would not be what was asked for."""
+    """An optimizer is used in an order in which its overlapped updates would not be what was asked for."""

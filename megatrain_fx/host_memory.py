@@ -7,7 +7,7 @@ import torch
 from megatrain_fx.driver import Driver
 from megatrain_fx.extension import runtime as native
 
-_REGISTER_AT_MOST = 64 * 2**30
+REGISTER_AT_MOST = 64 * 2**30
 """Bytes of one registration: drivers refuse larger ones."""
 
 
@@ -60,8 +60,12 @@ class HostMemory:
         """Make all pages resident, before anything is written: PyTorch's threads together, where a driver uses one."""
         self.flat().fill_(0)
 
-    def register(self, driver: Driver) -> str | None:
+    def register(self, driver: Driver, at_most: int = REGISTER_AT_MOST) -> str | None:
         """Lock the pages so that the device copies them directly.
+
+        Args:
+            driver: who locks them.
+            at_most: bytes of one registration.
 
         Returns:
             The reason if the driver refuses, nothing being registered then.
@@ -70,8 +74,8 @@ class HostMemory:
             return None
         self._mapping.set_inherited(False)  # a copy on write would give this process pages that are not the locked ones
         pieces: list[int] = []
-        for offset in range(0, self.size, _REGISTER_AT_MOST):
-            refusal = driver.register(self.address + offset, min(_REGISTER_AT_MOST, self.size - offset))
+        for offset in range(0, self.size, at_most):
+            refusal = driver.register(self.address + offset, min(at_most, self.size - offset))
             if refusal is not None:
                 _unregister(driver, pieces)
                 self._mapping.set_inherited(True)

@@ -21,6 +21,11 @@ class HostRandomState:
         numpy = sys.modules.get("numpy")
         return cls(random.getstate(), None if numpy is None else _comparable(numpy.random.get_state()))
 
+    def advanced_since(self, earlier: HostRandomState) -> bool:
+        """Whether numbers were drawn between the reading of the two states."""
+        numpy_advanced = earlier.numpy is not None and self.numpy != earlier.numpy
+        return self.python != earlier.python or numpy_advanced
+
     def restore(self) -> None:
         """Go back to these states."""
         random.setstate(self.python)

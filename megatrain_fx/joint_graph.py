@@ -12,7 +12,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from megatrain_fx.private_api import new_fake_mode
 from megatrain_fx.random_operations import DECOMPOSITIONS
-from megatrain_fx.stage_function import StageArguments, StageFunction, differentiate
+from megatrain_fx.stage_function import StageArguments, StageFunction
 from megatrain_fx.stages import Stage
 
 
@@ -50,7 +50,7 @@ def trace_graphs(
 
         def run_joint(parameters: Any, buffers: Any, inputs: Any, tangents: Any) -> Any:
             outputs, leaves = function.forward(parameters, buffers, inputs)
-            return list(outputs), differentiate(outputs, leaves, tangents)
+            return list(outputs), function.differentiate(outputs, leaves, tangents)
 
         forward = make_fx(run_forward, dict(DECOMPOSITIONS))(*groups)
         tangents = _tangents(forward.graph, function.output_requires_grad)

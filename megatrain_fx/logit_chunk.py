@@ -63,7 +63,7 @@ def differentiated_loss(
     ``-(1 - s) log p[t] - s / n sum(log p)``, and its gradient ``p - s / n``, less ``1 - s`` at t.
 
     Args:
-        logits: (rows, classes), as the head returns them.
+        logits: (rows, classes), as the head returns them; overwritten.
         targets: (rows), ``int64``: class numbers, or ``settings.ignore_index``.
         scale: of the gradient, a scalar tensor of ``settings.dtype``.
         settings: what to compute.
@@ -73,28 +73,27 @@ def differentiated_loss(
         The sum of the losses of the rows, a scalar of ``settings.dtype``; the gradient of the logits of ``scale`` times
         that sum, in the dtype and shape of the logits, or None.
     """
-    values, applied = apply_steps(settings.steps, logits)
-    log_probabilities = torch.log_softmax(values, -1, dtype=settings.dtype)
-    valid = targets != settings.ignore_index
-    index = torch.where(valid, targets, 0).unsqueeze(1)
-    picked = log_probabilities.gather(1, index)
-    spread, kept = settings.label_smoothing / logits.shape[1], 1 - settings.label_smoothing
-    dtype = values.dtype
-    del logits, values  # from here on the log-probabilities are the only large tensor
-    losses = -kept * picked.squeeze(1)
+    read, applied = apply_steps(settings.steps, logits)
+    dtype, spread, kept = read.dtype, settings.label_smoothing / read.shape[1], 1 - settings.label_smoothing
+    values = read.to(settings.dtype, copy=bool(applied) and read is applied[-1].tanh)
+    del logits, read  # from here on one tensor is as large as the chunk, and everything happens in it
+    valid = (targets != settings.ignore_index).unsqueeze(1)
+    index = torch.where(valid, targets.unsqueeze(1), 0)
+    values.sub_(values.amax(1, keepdim=True))
+    picked = values.gather(1, index)
+    losses = -kept * picked
     if spread:
-        losses = losses - spread * log_probabilities.sum(-1)
-    loss = torch.where(valid, losses, 0).sum()
+        losses = losses - spread * values.sum(1, keepdim=True)
+    total = values.exp_().sum(1, keepdim=True)
+    loss = torch.where(valid, losses + total.log(), 0).sum()
     if not wanted:
         return loss, None
-    gradient = log_probabilities.exp_()
     if spread:
-        gradient.sub_(spread)
-    gradient.scatter_(1, index, picked.exp() - (kept + spread))
-    weights = torch.where(valid, scale, 0).unsqueeze(1)
-    result = gradient if dtype == gradient.dtype else torch.empty_like(gradient, dtype=dtype)
-    torch.mul(gradient, weights, out=result)
-    return loss, differentiate_steps(applied, result)
+        values.sub_(spread * total)
+    values.scatter_(1, index, picked.exp() - (kept + spread) * total)
+    gradient = values if dtype == values.dtype else torch.empty_like(values, dtype=dtype)
+    torch.mul(values, torch.where(valid, scale / total, 0), out=gradient)
+    return loss, differentiate_steps(applied, gradient)
 
 
 class _CompiledChunk:
@@ -112,7 +111,9 @@ class _CompiledChunk:
         self._tried = True
         try:
             return self._function(logits, targets, scale, settings, wanted)
-        except RuntimeError as error:  # no compiler, or one that cannot compile this
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as error:  # no compiler, or one that cannot compile this: nothing has been overwritten yet
             reason = str(error).strip().partition("\n")[0]
             warnings.warn(f"the loss by chunks runs uncompiled, since torch.compile failed: {reason}", stacklevel=2)
             self._function = differentiated_loss

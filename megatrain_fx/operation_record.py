@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from megatrain_fx.private_api import DispatchMode, is_fake
+from megatrain_fx.private_api import DispatchMode, is_fake, without_fake_mode
 
 _LARGEST_CONSTANT = 2**16
 
@@ -77,8 +77,9 @@ class OperationRecord(DispatchMode):
             f"%{number} {tensor.dtype} {tuple(tensor.shape)} {tensor.stride()} {tensor.device} {tensor.requires_grad}"
         )
         if not known and not is_fake(tensor) and not tensor.is_meta:
-            small = tensor.numel() <= _LARGEST_CONSTANT
-            text += f" {tensor.tolist()}" if small else f" object {id(tensor)}"
+            with without_fake_mode():
+                small = tensor.numel() <= _LARGEST_CONSTANT
+                text += f" {tensor.tolist()}" if small else f" object {id(tensor)}"
         return text
 
     def _register(self, tensor: torch.Tensor) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import MappingProxyType
@@ -114,4 +115,4 @@ def _is_chain(nodes: Sequence[fx.Node]) -> bool:
     def computes(node: fx.Node) -> bool:
         return getattr(node.target, "overloadpacket", None) not in _LAYOUT_ONLY
 
-    return all(before in ancestors([after], computes) for before, after in zip(nodes, nodes[1:], strict=False))
+    return all(before in ancestors([after], computes) for before, after in itertools.pairwise(nodes))

@@ -57,12 +57,14 @@ class Tape:
         inputs: the leaves that stand for the stage's inputs, by name (only those that need gradients).
         parameters: the leaves that stand for the parameters, by name in the model (only trainable ones).
         modified: what became of the inputs that the stage modifies in place, by name.
+        state: the tensors that stood for parameters and buffers, by their names in the stage's module.
     """
 
     outputs: dict[str, torch.Tensor]
     inputs: dict[str, torch.Tensor] = field(default_factory=dict)
     parameters: dict[str, torch.Tensor] = field(default_factory=dict)
     modified: dict[str, torch.Tensor] = field(default_factory=dict)
+    state: dict[str, torch.Tensor] = field(default_factory=dict)
 
 
 @dataclass

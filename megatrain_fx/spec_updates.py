@@ -42,5 +42,7 @@ class UpdateRules:
             return (
                 f"{weights} is updated before its last use in this step, the prefetch %{self._last_prefetch[weights]}"
             )
+        if self._measured and "scale" not in operation.reads:
+            return f"{weights} is updated with gradients that are not clipped, but this step clips: read scale"
         self._updates[weights] += 1
         return f"{weights} is updated twice in one step" if self._updates[weights] > 1 else None

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.func import functional_call
 
 from megatrain_fx.private_api import size_at, version_of
 from megatrain_fx.stages import Stage
+from megatrain_fx.stateless_module import StatelessModule
 
 Values = Sequence[Any]
 
@@ -61,7 +61,9 @@ class StageFunction:
 
     def __init__(self, stage: Stage, input_requires_grad: Sequence[bool]) -> None:
         self.stage = stage
+        self._stateless = StatelessModule(stage.module)
         self.input_requires_grad = input_requires_grad
+        self._state: dict[str, torch.Tensor] = {}
         self.output_requires_grad: tuple[bool, ...] = ()
         self.mutated_buffers: tuple[str, ...] = ()
         self.replaced_buffers: tuple[str, ...] = ()
@@ -84,9 +86,10 @@ class StageFunction:
         names = [name for name, _ in self.stage.module.named_buffers()]
         state = dict(zip((name for name, _ in self.stage.parameters), leaves, strict=True))
         state.update(zip(names, buffers, strict=True))
+        self._state = dict(state)
         values = (*buffers, *passed)
         before = [version_of(value) if isinstance(value, torch.Tensor) else 0 for value in values]
-        outputs: Values = functional_call(self.stage.module, state, tuple(passed))
+        outputs: Values = self._stateless(state, passed)
         after = [version_of(value) if isinstance(value, torch.Tensor) else 0 for value in values]
         changed = [old != new for old, new in zip(before, after, strict=True)]
         replaced = [state[name] is not buffer for name, buffer in zip(names, buffers, strict=True)]
@@ -96,11 +99,20 @@ class StageFunction:
         self.mutated_inputs = tuple(position for position, one in enumerate(changed[len(names) :]) if one)
         return outputs
 
+    def differentiate(
+        self, outputs: Values, leaves: Sequence[torch.Tensor], tangents: Values
+    ) -> list[torch.Tensor | None]:
+        """The gradients of the last run's leaves, None where there is none.
 
-def differentiate(outputs: Values, leaves: Sequence[torch.Tensor], tangents: Values) -> list[torch.Tensor | None]:
-    """The gradients of leaves, None where there is none; ``tangents`` has one for each output that requires grad."""
-    roots = [output for output in outputs if isinstance(output, torch.Tensor) and output.requires_grad]
-    if not roots or not leaves:
-        return [None] * len(leaves)
-    return list(torch.autograd.grad(roots, leaves, tangents, allow_unused=True))
-
+        Args:
+            outputs: of the last run.
+            leaves: of the last run.
+            tangents: one for each output that requires grad.
+        """
+        roots = [output for output in outputs if isinstance(output, torch.Tensor) and output.requires_grad]
+        if not roots or not leaves:
+            return [None] * len(leaves)
+        found = self._stateless.within(
+            self._state, lambda: torch.autograd.grad(roots, leaves, tangents, allow_unused=True)
+        )
+        return list(found)

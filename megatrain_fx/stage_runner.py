@@ -4,7 +4,6 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch.func import functional_call
 
 from megatrain_fx.errors import StaleWeightsError
 from megatrain_fx.ir import gradient_name
@@ -12,6 +11,7 @@ from megatrain_fx.private_api import version_of
 from megatrain_fx.run import Checkpoint, RandomState, Run, Tape
 from megatrain_fx.stage_trace import StageTrace
 from megatrain_fx.stages import Stage
+from megatrain_fx.stateless_module import StatelessModule
 
 
 class StageRunner:
@@ -48,6 +48,7 @@ class StageRunner:
             grad: whether the call is made with gradients enabled.
         """
         self.stage = stage
+        self._stateless = StatelessModule(stage.module)
         self._mutated_buffers = trace.mutated_buffers
         self._mutated_inputs = frozenset(trace.mutated_inputs)
         self.parameter_names = names
@@ -77,8 +78,9 @@ class StageRunner:
         if self._grad:
             self._keep(run, weights, self._record(weights, {}, self._inputs(run)))
             return
+        inputs = [_detached(value) for value in self._inputs(run).values()]
         with torch.no_grad():
-            outputs = self._call(weights, {}, [_detached(value) for value in self._inputs(run).values()])
+            outputs = self._call(self._parameters(weights), {}, inputs)
         self._keep(run, weights, Tape(dict(zip(self.stage.outputs, outputs, strict=True))))
 
     def forward_recording(self, run: Run, weights: Mapping[str, torch.Tensor]) -> None:
@@ -131,7 +133,9 @@ class StageRunner:
         leaves = [*tape.inputs.values(), *parameters.values()]
         gradients: Sequence[torch.Tensor | None] = [None] * len(leaves)
         if roots and leaves:
-            gradients = torch.autograd.grad(roots, leaves, root_gradients, allow_unused=True)
+            gradients = self._stateless.within(
+                tape.state, lambda: torch.autograd.grad(roots, leaves, root_gradients, allow_unused=True)
+            )
         found = dict(zip((*map(gradient_name, tape.inputs), *parameters), gradients, strict=True))
         run.gradients.update({name: found.get(name, run.gradients.get(name)) for name in leaving})
         return {name: found[name] for name in parameters if found[name] is not None}  # type: ignore[misc]
@@ -140,9 +144,7 @@ class StageRunner:
         self, weights: Mapping[str, torch.Tensor], buffers: Mapping[str, torch.Tensor], inputs: dict[str, Any]
     ) -> Tape:
         """Run the stage for autograd, on copies of the inputs that it modifies in place: no leaf may be modified."""
-        parameters = {}
-        for name, view in weights.items():
-            parameters[name] = view.detach().requires_grad_(self.parameter_names[name] in self.trainable)
+        parameters = self._parameters(weights)
         leaves = {name: inputs[name].detach().requires_grad_() for name in inputs if name in self._differentiable}
         modified = {}
         with torch.enable_grad():
@@ -152,7 +154,8 @@ class StageRunner:
                 passed[name] = modified[name] = passed[name].clone()
             outputs = self._call(parameters, buffers, tuple(passed.values()))
         trained = {self.parameter_names[name]: leaf for name, leaf in parameters.items() if leaf.requires_grad}
-        return Tape(dict(zip(self.stage.outputs, outputs, strict=True)), leaves, trained, modified)
+        named = dict(zip(self.stage.outputs, outputs, strict=True))
+        return Tape(named, leaves, trained, modified, {**parameters, **buffers})
 
     def _check_unchanged(self, kept: Checkpoint) -> None:
         for name, old, new in zip(self.stage.inputs, kept.versions, _versions(kept.inputs), strict=True):
@@ -162,6 +165,13 @@ class StageRunner:
                     "modified in place between the forward pass and this backward pass, which reruns the stage: leave "
                     "the model's inputs and outputs unchanged until then, or modify a clone"
                 )
+
+    def _parameters(self, weights: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Views of the weights that require gradients as the parameters do: PyTorch chooses kernels by that flag too."""
+        return {
+            name: view.detach().requires_grad_(self.parameter_names[name] in self.trainable)
+            for name, view in weights.items()
+        }
 
     def _inputs(self, run: Run) -> dict[str, Any]:
         return {name: run.values[name] for name in self.stage.inputs}
@@ -178,7 +188,7 @@ class StageRunner:
     def _call(
         self, weights: Mapping[str, torch.Tensor], buffers: Mapping[str, torch.Tensor], inputs: Sequence[Any]
     ) -> tuple[Any, ...]:
-        outputs: tuple[Any, ...] = functional_call(self.stage.module, {**weights, **buffers}, tuple(inputs))
+        outputs: tuple[Any, ...] = self._stateless({**weights, **buffers}, inputs)
         return outputs
 
 

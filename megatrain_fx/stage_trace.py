@@ -7,7 +7,8 @@ import torch
 
 from megatrain_fx.operation_record import OperationRecord
 from megatrain_fx.private_api import DATA_DEPENDENT_ERRORS, new_fake_mode
-from megatrain_fx.stage_function import StageArguments, StageFunction, differentiate
+from megatrain_fx.side_effects import SideEffectWatch
+from megatrain_fx.stage_function import StageArguments, StageFunction
 from megatrain_fx.stages import Stage
 
 
@@ -21,6 +22,7 @@ class StageTrace:
         mutated_buffers: names in the stage's module of the buffers that its forward updates.
         mutated_inputs: positions of the inputs that it modifies in place.
         reason: why it cannot be traced.
+        side_effect: what it does beside computing tensors (see :mod:`megatrain_fx.side_effects`).
     """
 
     key: str | None
@@ -28,6 +30,7 @@ class StageTrace:
     mutated_buffers: tuple[str, ...]
     mutated_inputs: tuple[int, ...]
     reason: str | None = None
+    side_effect: str | None = None
 
 
 def trace_stage(stage: Stage, input_requires_grad: Sequence[bool], device: torch.device) -> StageTrace:
@@ -36,6 +39,7 @@ def trace_stage(stage: Stage, input_requires_grad: Sequence[bool], device: torch
     With symbolic sizes, at the sizes for which they were made.
     """
     function = StageFunction(stage, input_requires_grad)
+    watch = SideEffectWatch(stage.module)
     with new_fake_mode(), torch.enable_grad():
         fakes = StageArguments.of_stage(stage).fakes(device)
         record = OperationRecord([*fakes.parameters, *fakes.buffers, *fakes.inputs])
@@ -43,14 +47,16 @@ def trace_stage(stage: Stage, input_requires_grad: Sequence[bool], device: torch
             with record:
                 outputs, leaves = function.forward(fakes.parameters, fakes.buffers, fakes.inputs)
                 roots = [output for output, needed in zip(outputs, function.output_requires_grad, strict=True) if needed]
-                differentiate(outputs, leaves, [torch.ones_like(root) for root in roots])
+                function.differentiate(outputs, leaves, [torch.ones_like(root) for root in roots])
         except DATA_DEPENDENT_ERRORS as error:
             return _untraceable(stage, input_requires_grad, str(error).partition("\n")[0])
     names = [name for name, _ in stage.module.named_buffers()]
     silently = record.updated_statistics(zip(names, fakes.buffers, strict=True))
     mutated = tuple(name for name in names if name in function.mutated_buffers or name in silently)
     key = f"{record.key} {input_requires_grad} {[p.requires_grad for _, p in stage.parameters]}"
-    return StageTrace(key, function.output_requires_grad, mutated, function.mutated_inputs)
+    return StageTrace(
+        key, function.output_requires_grad, mutated, function.mutated_inputs, side_effect=watch.found()
+    )
 
 
 def _untraceable(stage: Stage, input_requires_grad: Sequence[bool], reason: str) -> StageTrace:

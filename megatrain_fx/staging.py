@@ -39,7 +39,7 @@ def _pinned(device: torch.device, size: int) -> torch.Tensor:
     """Pinned bytes; pageable ones, from which copies are right but not asynchronous, where the driver gives none."""
     if device.type != "cpu":
         try:
-            return torch.empty(size, dtype=torch.uint8, pin_memory=True)
+            return torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=True)
         except RuntimeError:
             pass
-    return torch.empty(size, dtype=torch.uint8)
+    return torch.empty(size, dtype=torch.uint8, device="cpu")

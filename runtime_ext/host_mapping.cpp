@@ -28,10 +28,11 @@ std::size_t whole_pages(std::int64_t bytes) {
   return round_up(static_cast<std::size_t>(std::max<std::int64_t>(bytes, 1)), page);
 }
 
-std::uint8_t* map(std::size_t bytes) {
+// `used` is what remains of it.
+std::uint8_t* map(std::size_t bytes, std::size_t used) {
   void* start = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
   if (start == MAP_FAILED) {
-    throw HostMemoryExhausted("the system refuses to map " + std::to_string(bytes) +
+    throw HostMemoryExhausted("the system refuses to map " + std::to_string(used) +
                               " bytes of host memory; free some, or raise the process's memory limits");
   }
   return static_cast<std::uint8_t*>(start);
@@ -43,8 +44,8 @@ void unmap(std::uint8_t* start, std::size_t bytes) {
 
 // Only memory that begins at the boundary of a huge page can be made of huge pages from its first byte.
 std::uint8_t* map_aligned(std::size_t bytes) {
-  if (bytes < kHugePage) return map(bytes);
-  std::uint8_t* wide = map(bytes + kHugePage);
+  if (bytes < kHugePage) return map(bytes, bytes);
+  std::uint8_t* wide = map(bytes + kHugePage, bytes);
   const auto address = reinterpret_cast<std::uintptr_t>(wide);
   const std::size_t head = round_up(address, kHugePage) - address;
   unmap(wide, head);

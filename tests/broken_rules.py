@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import pytest
+
+import megatrain_fx as megatrain
 from megatrain_fx.ir import Lane, Op, Operation, View
 from megatrain_fx.schedule import Schedule
 from schedule_edits import changed, find, inserted, moved, removed, resized
@@ -12,6 +15,16 @@ from synthetic_facts import chain_schedule
 LEGAL = chain_schedule(3)
 Edit = Callable[[Schedule], Schedule]
 COMPUTE, H2D, D2H, HOST = Lane.COMPUTE, Lane.H2D, Lane.D2H, Lane.HOST
+
+
+def refusal(schedule: Schedule) -> tuple[int, str]:
+    """The operation that the verifier marks and the reason; the error shows both in the printed schedule."""
+    with pytest.raises(megatrain.ScheduleError) as caught:
+        schedule.verify()
+    first, _, printed = str(caught.value).partition("\n")
+    number, _, reason = first.removeprefix("operation %").partition(": ")
+    assert printed == schedule.text({int(number): reason})
+    return int(number), reason
 
 
 def at(op: Op, *, nth: int = 0, stage: int | None = None, **fields: object) -> Edit:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from hypothesis import strategies as st
 
-from megatrain_fx.facts import RegionFacts, ScheduleFacts, StageFacts
+from megatrain_fx.facts import RegionFacts, ScheduleFacts, StageFacts, UpdateMode, Updates
 from megatrain_fx.ir import View
 
 Draw = st.DrawFn
@@ -34,6 +34,7 @@ def schedule_facts(draw: Draw, most_stages: int = 6) -> ScheduleFacts:
         slabs=draw(st.integers(1, 3)),
         training=training,
         resume=training and draw(st.booleans()),
+        updates=_updates(draw, regions) if training else Updates(),
     )
 
 
@@ -59,6 +60,13 @@ def _regions(draw: Draw) -> RegionFacts:
     return RegionFacts(16 * parameters, 16 * trained)
 
 
+def _updates(draw: Draw, regions: list[RegionFacts]) -> Updates:
+    """An optimizer of some of the trained regions."""
+    trained = [number for number, region in enumerate(regions) if region.gradient_bytes]
+    chosen = draw(st.sets(st.sampled_from(trained))) if trained else set()
+    return Updates(draw(st.sampled_from(UpdateMode)), tuple(sorted(chosen)))
+
+
 def _stage(
     draw: Draw, number: int, regions: list[RegionFacts], values: list[str], differentiable: set[str]
 ) -> StageFacts:
@@ -82,7 +90,7 @@ def _stage(
 
 
 def _views(region: int, parameters: int) -> tuple[tuple[str, View], ...]:
-    """The first parameters of a region, 16 bytes each; the second may overlap nothing that the region lacks."""
+    """Parameters of 16 bytes at the start of a region, where every region has room for them."""
     return tuple(
         (f"{region}.parameter{k}", View(f"weights.{region}", 0, (4,) if k == 0 else (2, 2), "float32"))
         for k in range(parameters)

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from megatrain_fx.errors import ScheduleError
 from megatrain_fx.ir import Op, Operation
 from megatrain_fx.schedule import Schedule
 
@@ -19,6 +20,15 @@ class Mutant:
 
     def __str__(self) -> str:
         return self.edit
+
+
+def accepted(schedule: Schedule) -> bool:
+    """Whether the verifier accepts a schedule."""
+    try:
+        schedule.verify()
+    except ScheduleError:
+        return False
+    return True
 
 
 def find(schedule: Schedule, op: Op, *, nth: int = 0, **fields: object) -> int:
@@ -64,11 +74,15 @@ def resized(schedule: Schedule, name: str, size: int) -> Schedule:
 
 
 def dependency_deletions(schedule: Schedule) -> Iterator[Mutant]:
-    """One mutant for every dependency, without it."""
+    """One mutant for every dependency, on this step or the previous one, without it."""
     for index, operation in enumerate(schedule):
         for dependency in operation.after:
             kept = tuple(other for other in operation.after if other != dependency)
             yield Mutant(f"%{index} no longer after %{dependency}", changed(schedule, index, after=kept))
+        for dependency in operation.after_previous:
+            kept = tuple(other for other in operation.after_previous if other != dependency)
+            mutant = changed(schedule, index, after_previous=kept)
+            yield Mutant(f"%{index} no longer after prev %{dependency}", mutant)
 
 
 def neighbour_swaps(schedule: Schedule) -> Iterator[Mutant]:

@@ -110,6 +110,17 @@ def test_same_tensor_passed_twice() -> None:
     assert len(assert_capture_equals_eager(Two(), x, y).graph_module.graph.find_nodes(op="placeholder")) == 2
 
 
+def test_input_names() -> None:
+    class Model(nn.Module):
+        def forward(self, x: Tensor, *rest: Tensor, pair: tuple[Tensor, Tensor]) -> Tensor:
+            return x + rest[0] + rest[1] + pair[0] + pair[1]
+
+    values = [torch.randn(2) for _ in range(5)]
+    captured = assert_capture_equals_eager(Model(), *values[:3], pair=tuple(values[3:]))
+    names = [node.name for node in captured.graph_module.graph.find_nodes(op="placeholder")]
+    assert names == ["x", "args_1", "args_2", "pair_0", "pair_1"]
+
+
 def test_output_may_be_an_input_or_repeated_or_a_constant() -> None:
     class Odd(nn.Module):
         def __init__(self) -> None:
@@ -182,7 +193,7 @@ def test_forward_of_another_class() -> None:
             return x * 2
 
     class Generated(Original):
-        def forward(self, x: Tensor) -> Tensor:
+        def forward(self, *args: Tensor) -> Tensor:
             raise AssertionError("the generated forward is not what is captured")
 
     model = Original()
@@ -191,6 +202,7 @@ def test_forward_of_another_class() -> None:
     captured = capture(model, (x,), {}, device=CPU, forward_class=Original)
     assert type(model) is Generated
     assert torch.equal(captured.graph_module(x)[0], model.layer(x) * 2)
+    assert [node.name for node in captured.graph_module.graph.find_nodes(op="placeholder")] == ["x"]
 
 
 def test_hooks_of_units_run_at_every_call_and_hooks_of_the_root_are_left_out() -> None:

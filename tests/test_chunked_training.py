@@ -64,6 +64,18 @@ def test_compiled_training_equals_eager(tied: bool, options: dict[str, Any]) -> 
     assert_close(list(model.parameters()), list(eager.parameters()), 1e-4)
 
 
+@pytest.mark.slow
+def test_compiled_templates_compile_the_chunks_too() -> None:
+    model = LanguageModel(plain)
+    eager = copy.deepcopy(model)
+    program = megatrain.trace(model, *batch(), megatrain_options={**OPTIONS, "template": "inductor"})
+    (loss,) = [call for call in program.captured.unit_calls if isinstance(call, ChunkedLoss)]
+    assert loss.settings.compiled
+    model = megatrain.compile(model, **OPTIONS, template="inductor")
+    assert_close(_train(model, 1), _train(eager, 1), 1e-5)
+    assert_close(list(model.parameters()), list(eager.parameters()), 1e-4)
+
+
 def test_the_last_stage_runs_once_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []
     forward = ChunkedLoss.forward

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -32,8 +33,9 @@ def refusal(custom: GraphTransform) -> str:
 def test_passes_run_in_order_and_every_schedule_is_kept() -> None:
     result = run_passes(new_module(chain_facts()), pipeline())
     assert [name for name, _ in result.history] == [one.name for one in pipeline()]
-    lengths = [len(schedule) for _, schedule in result.history]
-    assert lengths == [5, 8, 16, 25, 27, 25, 25, 25, 25, 25]
+    kinds = [{operation.op for operation in schedule} for _, schedule in result.history]
+    assert kinds[0] == {Op.FORWARD, Op.YIELD, Op.BACKWARD}
+    assert all(earlier <= later for earlier, later in itertools.pairwise(kinds))
     assert result.schedule == result.history[-1][1]
 
 
@@ -46,7 +48,9 @@ def test_a_pass_that_returns_nothing_is_refused() -> None:
     def forgetful(module: fx.GraphModule) -> None:
         nodes_of(module)
 
-    assert_expected_inline(refusal(forgetful), """pass forgetful failed: it returned NoneType, not a torch.fx.GraphModule""")  # type: ignore[arg-type]
+    assert_expected_inline(
+        refusal(forgetful), """pass forgetful failed: it returned NoneType, not a torch.fx.GraphModule"""
+    )  # type: ignore[arg-type]
 
 
 def test_a_pass_that_returns_a_graph_is_refused() -> None:
@@ -57,13 +61,13 @@ def test_a_pass_that_returns_a_graph_is_refused() -> None:
 
 
 def test_a_pass_that_fails_is_named_and_its_own_error_kept() -> None:
-    def dividing(module: fx.GraphModule) -> fx.GraphModule:
-        return module if 1 // 0 else module
+    def failing(module: fx.GraphModule) -> fx.GraphModule:
+        raise KeyError("slot.7")
 
-    assert_expected_inline(refusal(dividing), """pass dividing failed: ZeroDivisionError: integer division or modulo by zero""")
+    assert_expected_inline(refusal(failing), """pass failing failed: KeyError: 'slot.7'""")
     with pytest.raises(megatrain.PassError) as caught:
-        run_passes(new_module(chain_facts()), pipeline([dividing]))
-    assert isinstance(caught.value.__cause__, ZeroDivisionError)
+        run_passes(new_module(chain_facts()), pipeline([failing]))
+    assert isinstance(caught.value.__cause__, KeyError)
 
 
 def test_a_pass_that_loses_the_facts_is_refused() -> None:
@@ -78,7 +82,10 @@ def test_a_pass_that_changes_the_facts_is_refused() -> None:
     def more_slots(module: fx.GraphModule) -> fx.GraphModule:
         return new_module(chain_facts(slots=8), (operation_of(node) for node in nodes_of(module)))
 
-    assert_expected_inline(refusal(more_slots), """pass more_slots failed: it changed the facts of the model, but passes may change only operations""")
+    assert_expected_inline(
+        refusal(more_slots),
+        """pass more_slots failed: it changed the facts of the model, but passes may change only operations""",
+    )
 
 
 def test_a_pass_that_adds_a_node_of_another_kind_is_refused() -> None:
@@ -87,7 +94,9 @@ def test_a_pass_that_adds_a_node_of_another_kind_is_refused() -> None:
             module.graph.call_function(print)
         return module
 
-    assert_expected_inline(refusal(printing), """pass printing failed: node %print_1 : [num_users=0] = call_function[target=builtins.print](args = (), kwargs = {}) is not an operation of a schedule; see megatrain_fx.graph.append""")
+    text = refusal(printing)
+    assert text.startswith("pass printing failed: node %print_1 ")
+    assert text.endswith(" is not an operation of a schedule; see megatrain_fx.graph.append")
 
 
 def test_a_pass_that_leaves_a_broken_graph_is_refused() -> None:
@@ -197,7 +206,7 @@ def test_a_harmful_pass_is_refused_with_the_schedule(harmful: GraphTransform, re
     text = str(caught.value)
     assert reason in text.splitlines()[0]
     assert any(line.strip().startswith("^ ") and reason in line for line in text.splitlines())
-    assert text.splitlines()[-1].endswith(f"hoist_prefetches, {harmful.__name__}")
+    assert text.splitlines()[-1].endswith(f", {harmful.__name__}")
 
 
 def test_a_refused_pass_leaves_the_model_as_it_was() -> None:

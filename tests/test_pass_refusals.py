@@ -11,7 +11,7 @@ from expecttest import assert_expected_inline
 from torch import fx
 
 import megatrain_fx as megatrain
-from megatrain_fx.facts import ScheduleFacts
+from megatrain_fx.facts import ScheduleFacts, UpdateMode, Updates
 from megatrain_fx.graph import new_module, nodes_of, set_fields
 from megatrain_fx.ir import Op
 from megatrain_fx.pass_manager import SchedulePass, run_passes
@@ -163,6 +163,19 @@ assigned""",
     )
 
 
+def test_an_update_before_the_last_use_of_the_weights_is_refused() -> None:
+    def spoil(module: fx.GraphModule) -> None:
+        nodes_of(module)[0].prepend(nodes_of(module, Op.UPDATE)[0])
+
+    facts = chain_facts(updates=Updates(UpdateMode.DURING_BACKWARD, (0, 1)))
+    assert_expected_inline(
+        broken("insert_updates", spoil, facts),
+        """\
+after pass add_dependencies it does not hold that the verifier accepts the schedule: operation %0:
+gradients.1 is not complete yet: %16 still adds to it""",
+    )
+
+
 def test_a_prefetch_hoisted_too_far_is_refused() -> None:
     def spoil(module: fx.GraphModule) -> None:
         first, *_, last = nodes_of(module, Op.PREFETCH)
@@ -214,7 +227,7 @@ def test_a_later_pass_must_keep_what_an_earlier_one_promised() -> None:
 after pass forget it does not hold that every slab that a backward writes is brought home:
 slab.0.device, which the backward of stage.1 writes, is never evacuated
 passes run before it: lower_stages, insert_checkpoints, evacuate_gradients, stream_weights,
-release_values, assign_slots, assign_slabs, hoist_prefetches""",
+release_values, assign_slots, assign_slabs, hoist_prefetches, insert_updates""",
     )
 
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from expecttest import assert_expected_inline
 
-from megatrain_fx.facts import ScheduleFacts
+from megatrain_fx.facts import ScheduleFacts, UpdateMode, Updates
 from megatrain_fx.graph import new_module, nodes_of, operation_of
 from megatrain_fx.ir import Op
 from megatrain_fx.schedule import Schedule
@@ -219,6 +219,55 @@ def test_hoist_prefetches_moves_each_to_where_its_slot_is_free() -> None:
     )
     assert "slot.0" in after.operations[5].freed
     assert "slot.0" in after.operations[18].freed
+
+
+def updating(mode: UpdateMode) -> ScheduleFacts:
+    """Two stages, both trained by the schedule itself."""
+    return chain_facts(updates=Updates(mode, (0, 1)))
+
+
+def test_insert_updates_does_nothing_without_an_optimizer() -> None:
+    before, after = around("insert_updates", updating(UpdateMode.NONE))
+    assert before == after
+
+
+def test_insert_updates_trains_each_region_when_its_gradients_are_home() -> None:
+    _, after = around("insert_updates", updating(UpdateMode.DURING_BACKWARD))
+    assert_expected_inline(
+        lines_of(after, Op.ACCUMULATE, Op.UPDATE),
+        """\
+%15 = accumulate host slab.0.host -> gradients.1
+%16 = update optimizer gradients.1 -> weights.1
+%24 = accumulate host slab.0.host -> gradients.0
+%25 = update optimizer gradients.0 -> weights.0""",
+    )
+
+
+def test_insert_updates_measures_all_gradients_before_it_clips_them() -> None:
+    _, after = around("insert_updates", updating(UpdateMode.AFTER_CLIP))
+    assert_expected_inline(
+        lines_of(after, Op.ACCUMULATE, Op.NORM, Op.CLIP, Op.UPDATE),
+        """\
+%15 = accumulate host slab.0.host -> gradients.1
+%16 = norm host gradients.1 -> norm.1
+%24 = accumulate host slab.0.host -> gradients.0
+%25 = norm host gradients.0 -> norm.0
+%27 = clip host norm.1, norm.0 -> scale
+%28 = update optimizer gradients.0, scale -> weights.0
+%29 = update optimizer gradients.1, scale -> weights.1""",
+    )
+
+
+def test_a_prefetch_waits_for_the_update_of_the_previous_step() -> None:
+    schedule = lower(updating(UpdateMode.AFTER_CLIP)).schedule
+    assert_expected_inline(
+        lines_of(schedule, Op.PREFETCH, Op.UPDATE),
+        """\
+%0 = prefetch h2d weights.0 -> slot.0 after prev %28
+%1 = prefetch h2d weights.1 -> slot.1 after prev %29
+%28 = update optimizer gradients.0, scale -> weights.0 after %27
+%29 = update optimizer gradients.1, scale -> weights.1 after %27""",
+    )
 
 
 def test_add_dependencies_orders_conflicting_accesses() -> None:

@@ -81,7 +81,7 @@ def test_one_line() -> None:
     line = format_operation(7, operation)
     assert_expected_inline(
         line,
-        """%7 = load        compute  stage.3 slot.1 -> <norm.weight> (weights.3+64 bfloat16[])  after %2, %5""",
+        """%7 = load        compute    stage.3 slot.1 -> <norm.weight> (weights.3+64 bfloat16[])  after %2, %5""",
     )
     assert Schedule.parse("\n".join(f"%{i} = release h2d" for i in range(7)) + "\n" + line).operations[7] == operation
 
@@ -131,14 +131,14 @@ def test_an_unknown_op_is_refused() -> None:
         parse_error("slot.0 8 bytes\n\n%0 = teleport h2d slot.0"),
         """\
 line 3: unknown op 'teleport'. Known: prefetch, load, checkpoint, forward, yield, recompute,
-backward, evacuate, accumulate, release""",
+backward, evacuate, accumulate, norm, clip, update, release""",
     )
 
 
 def test_an_unknown_lane_is_refused() -> None:
     assert_expected_inline(
         parse_error("%0 = prefetch d2d weights.0 -> slot.0"),
-        """line 1: unknown lane 'd2d'. Known: compute, h2d, d2h, host""",
+        """line 1: unknown lane 'd2d'. Known: compute, h2d, d2h, host, optimizer""",
     )
 
 
@@ -171,8 +171,8 @@ def test_a_dependency_that_is_no_number_is_refused() -> None:
     assert_expected_inline(
         parse_error("%0 = prefetch h2d weights.0 -> slot.0 after %x"),
         """\
-line 1: 'slot.0 after %x' is not the name of a buffer. Operands are '<buffer>, ... -> <buffer>,
-...', and dependencies follow as 'after %<index>, ...'""",
+line 1: 'slot.0 after %x' is not the name of a buffer. Expected '<buffer>, ... -> <buffer>, ...' and
+'after %<index>, ...'""",
     )
 
 
@@ -193,8 +193,8 @@ def test_operands_that_are_no_names_are_refused() -> None:
     assert_expected_inline(
         parse_error("%0 = prefetch h2d weights.0 => slot.0"),
         """\
-line 1: 'weights.0 => slot.0' is not the name of a buffer. Operands are '<buffer>, ... -> <buffer>,
-...', and dependencies follow as 'after %<index>, ...'""",
+line 1: 'weights.0 => slot.0' is not the name of a buffer. Expected '<buffer>, ... -> <buffer>, ...'
+and 'after %<index>, ...'""",
     )
 
 

@@ -7,21 +7,11 @@ from dataclasses import replace
 import pytest
 
 import megatrain_fx as megatrain
-from broken_rules import BROKEN_RULES, LEGAL
+from broken_rules import BROKEN_RULES, LEGAL, refusal
 from megatrain_fx.ir import Lane, Op, Operation
 from megatrain_fx.schedule import Schedule
 from schedule_edits import changed, find, inserted, moved, removed, resized
 from synthetic_facts import chain_facts, chain_schedule, lower
-
-
-def refusal(schedule: Schedule) -> tuple[int, str]:
-    """The operation that the verifier marks and the reason; the error shows both in the printed schedule."""
-    with pytest.raises(megatrain.ScheduleError) as caught:
-        schedule.verify()
-    first, _, printed = str(caught.value).partition("\n")
-    number, _, reason = first.removeprefix("operation %").partition(": ")
-    assert printed == schedule.text({int(number): reason})
-    return int(number), reason
 
 
 @pytest.mark.parametrize("rule", BROKEN_RULES)

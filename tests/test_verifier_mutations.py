@@ -10,10 +10,9 @@ from collections.abc import Iterable, Iterator
 import pytest
 import torch
 
-import megatrain_fx as megatrain
-from megatrain_fx.ir import Lane
+from megatrain_fx.ir import Lane, Op, Operation
 from megatrain_fx.schedule import Schedule
-from schedule_edits import Mutant, dependency_deletions, moved, neighbour_swaps
+from schedule_edits import Mutant, accepted, dependency_deletions, find, inserted, moved, neighbour_swaps, resized
 from schedule_runner import ScheduleRunner, StepResult
 from traced_examples import TracedExample, traced
 
@@ -31,15 +30,6 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
-
-
-def accepted(schedule: Schedule) -> bool:
-    """Whether the verifier accepts a schedule."""
-    try:
-        schedule.verify()
-    except megatrain.ScheduleError:
-        return False
-    return True
 
 
 @TRAINING
@@ -105,6 +95,19 @@ def test_many_accepted_swaps_together_are_harmless(name: str) -> None:
     mutant = wandering(schedule, random.Random(3), tries=60)
     assert mutant.schedule != schedule
     assert harmful(name, [mutant]) == []
+
+
+def test_a_stage_computes_with_the_slots_that_it_reads() -> None:
+    """A second copy of a region, still on its way, changes nothing."""
+    schedule = traced("skip").program.schedule
+    forward = find(schedule, Op.FORWARD)
+    view = schedule.operations[find(schedule, Op.LOAD)].view
+    assert view is not None
+    doubled = resized(schedule, "slot.9", schedule.buffers[view.region])
+    doubled = inserted(doubled, forward, Operation(Op.PREFETCH, Lane.H2D, reads=(view.region,), writes=("slot.9",)))
+    doubled = inserted(doubled, forward + 1, Operation(Op.RELEASE, Lane.H2D, reads=("slot.9",)))
+    doubled.verify()
+    assert harmful("skip", [Mutant("doubled", doubled)] * 5) == []
 
 
 def runnable_deletions(example: TracedExample) -> list[Mutant]:

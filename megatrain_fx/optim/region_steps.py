@@ -3,6 +3,7 @@
 import logging
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -33,6 +34,21 @@ class Formula(Protocol):
         """Names of the float32 state that the parameters of a group have."""
 
 
+@dataclass
+class Armed:
+    """A region whose task is set for the backward pass that runs.
+
+    Attributes:
+        candidates: parameters that the pass may give gradients to.
+        names: those of them that the task works on.
+        runs: how often the task had run before.
+    """
+
+    candidates: list[str]
+    names: list[str]
+    runs: int
+
+
 class RegionSteps:
     """Runs the updates of all regions.
 
@@ -55,8 +71,7 @@ class RegionSteps:
         self._trained = trained
         self._max_norm = options.max_grad_norm
         self._norm = GradientNorm()
-        self._armed: dict[int, list[str]] = {}
-        self._runs_before: dict[int, int] = {}
+        self._armed: dict[int, Armed] = {}
 
     def synchronize(self) -> None:
         """Wait until no update is pending.
@@ -77,44 +92,47 @@ class RegionSteps:
             self._prepare(formula, store, region, members)
             if self._max_norm is None:
                 self.states.note_update(members)
-            self._armed[region] = members
-            self._runs_before[region] = self._runs(store, region)
+            self._armed[region] = Armed(members, members, self._runs(store, region))
 
     def narrow(self, formula: Formula, store: HostStore, region: int, names: Collection[str]) -> None:
         """Leave alone, in an armed region, parameters that have no gradient: neither are they named nor from before."""
-        armed = self._armed.get(region, [])
-        kept = [name for name in armed if name in names or self._trained.by_name[name].grad is not None]
-        if kept == armed:
+        armed = self._armed.get(region)
+        if armed is None:
             return
-        self._prepare(formula, store, region, kept)
-        self._armed[region] = kept
-        for name in set(armed).difference(kept):
-            parameter = self._trained.by_name[name]
-            if formula.state.get(parameter, {}).get("step") == 0:
-                del formula.state[parameter]  # it was made for this pass
-                self.states.memory(store, region).forget(name)
+        kept = [n for n in armed.candidates if n in names or self._trained.by_name[n].grad is not None]
+        if kept != armed.names:
+            self._prepare(formula, store, region, kept)
+            armed.names = kept
 
-    def disarm(self, formula: Formula, store: HostStore) -> None:
-        """Account for the tasks that were armed and submitted during a backward pass, which is over."""
-        for region, names in self._pop_armed().items():
-            if self._max_norm is None:
-                self._commit(formula, names)
-                self.record.add(store, names)
-            elif self._runs(store, region) > self._runs_before[region]:
-                self._norm.note(store, region, self.states.memory(store, region), names)
+    def disarm(self, formula: Formula, store: HostStore, names: Collection[str]) -> None:
+        """Account for the tasks that were submitted during a backward pass, which is over and gave these gradients.
+
+        A region whose parameters received none was not on its way, and so nothing of it was submitted.
+        """
+        for region, armed in self._pop_armed().items():
+            if self._max_norm is not None:
+                if self._runs(store, region) > armed.runs:
+                    self._norm.note(store, region, self.states.memory(store, region), armed.names)
+                continue
+            if any(name in names for name in armed.candidates):
+                self._commit(formula, armed.names)
+                self.record.add(store, armed.names)
+            self._forget_unused(formula, store, region, armed)
 
     def settle(self, formula: Formula, store: HostStore) -> None:
         """Account for an earlier backward pass that failed: some regions may have been updated."""
-        armed = self._pop_armed()
-        if not armed or self._max_norm is not None:
+        regions = self._pop_armed()
+        if not regions or self._max_norm is not None:
             return
         self.synchronize()
-        updated = [region for region in armed if self._runs(store, region) > self._runs_before[region]]
-        for region in updated:
-            self._commit(formula, armed[region])
-            self.record.add(store, armed[region])
+        updated = {r: armed for r, armed in regions.items() if self._runs(store, r) > armed.runs}
+        for armed in updated.values():
+            self._commit(formula, armed.names)
+            self.record.add(store, armed.names)
+        for region, armed in regions.items():
+            self._forget_unused(formula, store, region, armed)
         if updated:
-            logger.warning("a backward pass failed after %d of %d regions had been updated", len(updated), len(armed))
+            logger.warning("a backward pass failed after %d of %d regions had been updated", len(updated), len(regions))
 
     def update(self, formula: Formula, store: HostStore, due: Collection[str]) -> None:
         """Start updating parameters with the gradients that they have, or skip the step."""
@@ -195,11 +213,19 @@ class RegionSteps:
         for name in names:
             formula.state[self._trained.by_name[name]]["step"] += 1
 
+    def _forget_unused(self, formula: Formula, store: HostStore, region: int, armed: Armed) -> None:
+        """Drop state that was made for the pass and not updated, as parameters without gradient have none."""
+        for name in armed.candidates:
+            parameter = self._trained.by_name[name]
+            if formula.state.get(parameter, {}).get("step") == 0:
+                del formula.state[parameter]
+                self.states.memory(store, region).forget(name)
+
     def _runs(self, store: HostStore, region: int) -> int:
         memory = self.states.memory(store, region)
         return memory.update.runs if self._max_norm is None else memory.norm.runs
 
-    def _pop_armed(self) -> dict[int, list[str]]:
+    def _pop_armed(self) -> dict[int, Armed]:
         armed, self._armed = self._armed, {}
         return armed
 

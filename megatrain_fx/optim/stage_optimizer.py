@@ -238,7 +238,7 @@ class StageOptimizer(torch.optim.Optimizer):
         """Learn that a backward pass is over, and which parameters received gradients."""
         if any(name in self._trained.by_name for name in names):
             self._steps.record.backwards += 1
-        self._steps.disarm(self, self._store)
+        self._steps.disarm(self, self._store, names)
 
     @property
     def _store(self) -> HostStore:
