@@ -173,6 +173,20 @@ class Instruction:
     ) -> Instruction:
         """Copies `source` to `target`, of equal shape. Invisible to autograd: no history, no version counted."""
     @staticmethod
+    def follow(
+        name: str,
+        lane: Lane,
+        source: torch.Tensor,
+        target: torch.Tensor,
+        gate: Gate,
+        waits: Sequence[int],
+        *,
+        poison: Sequence[torch.Tensor] = ...,
+        gates: Sequence[Gate] = ...,
+        opens: Sequence[Gate] = ...,
+    ) -> Instruction:
+        """Copies bytes (uint8, 1-D) while the update that closed `gate` is still at work further on."""
+    @staticmethod
     def deliver(
         name: str,
         lane: Lane,

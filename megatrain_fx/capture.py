@@ -20,6 +20,7 @@ from megatrain_fx.capture_failure import explain
 from megatrain_fx.captured_graph import build_captured_graph
 from megatrain_fx.errors import CaptureError
 from megatrain_fx.host_randomness import HostRandomState
+from megatrain_fx.huggingface import unpacked_sequences
 from megatrain_fx.model_state import all_tensors, observed_assignments, preserved, replace_tensors
 from megatrain_fx.private_api import as_in_eager_mode, custom_functions, new_fake_mode, size_symbols
 from megatrain_fx.signature import InputSignature, ModelFlags, Structure, Value, flatten_inputs
@@ -109,8 +110,8 @@ def capture(
     if recorder.specialising and retried is not None:
         recorder = UnitRecorder(Originals(model), device, frozenset(recorder.specialising))
         program = _export(_Entry(model, structure, recorder), tensors, retried, device, forward_class)
-    forward = model.forward if forward_class is None else functools.partial(forward_class.forward, model)
-    graph_module, unit_calls = build_captured_graph(program, model, _PREFIX, recorder, _input_names(forward, structure))
+    names = _input_names(_forward_of(model, forward_class), structure)
+    graph_module, unit_calls = build_captured_graph(program, model, _PREFIX, recorder, names)
     assert recorder.returned is not None
     _check_side_effects(model, recorder, randomness)
     symbolic = SymbolicSignature.read(graph_module, signature) if dynamic else None
@@ -167,7 +168,7 @@ def _export(
     sizes = (tuple(dict.fromkeys(own, Dim.AUTO) for own in dims),) if any(dims) else None
     token = active_recorder.set(recorder)
     try:
-        with _tracing, preserved(model):
+        with _tracing, preserved(model), unpacked_sequences(_input_names(_forward_of(model, forward_class), entry.structure)):
             if forward_class is not None:
                 model.__class__ = forward_class
             with mode:
@@ -180,6 +181,10 @@ def _export(
         raise explain(error, model, recorder.failure) from (recorder.failure[1] if recorder.failure else error)
     finally:
         active_recorder.reset(token)
+
+
+def _forward_of(model: nn.Module, forward_class: type[nn.Module] | None) -> Callable[..., Any]:
+    return model.forward if forward_class is None else functools.partial(forward_class.forward, model)
 
 
 def _dims_to_retry(program: ExportedProgram, dims: Sequence[set[int]]) -> list[set[int]] | None:

@@ -167,7 +167,7 @@ class StageRunner:
                 )
 
     def _parameters(self, weights: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Views of the weights that require gradients as the parameters do: PyTorch chooses kernels by that flag too."""
+        """Views of the weights that require gradients as the parameters do: kernels are chosen by that flag too."""
         return {
             name: view.detach().requires_grad_(self.parameter_names[name] in self.trainable)
             for name, view in weights.items()

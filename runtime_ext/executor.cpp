@@ -30,6 +30,7 @@ bool has_cpu_tensor(const std::vector<at::Tensor>& tensors) {
 
 bool is_done_by_host(const Operation& operation) {
   if (const auto* copy = std::get_if<Copy>(&operation)) return copy->source.is_cpu() && copy->target.is_cpu();
+  if (const auto* following = std::get_if<FollowingCopy>(&operation)) return following->target.is_cpu();
   if (const auto* delivery = std::get_if<Delivery>(&operation)) return delivery->source.is_cpu();
   if (const auto* copy = std::get_if<StagedCopy>(&operation)) return copy->target.is_cpu();
   if (const auto* delivery = std::get_if<StagedDelivery>(&operation)) return delivery->source.is_cpu();
@@ -144,6 +145,8 @@ void Executor::await_stream(std::size_t index) {
 void Executor::operate(const Operation& operation) {
   if (const auto* copy = std::get_if<Copy>(&operation)) {
     transfer(*copy);
+  } else if (const auto* following = std::get_if<FollowingCopy>(&operation)) {
+    transfer_following(*following);
   } else if (const auto* delivery = std::get_if<Delivery>(&operation)) {
     transfer({delivery->source, delivery->destination->target});
   } else if (const auto* staged_copy = std::get_if<StagedCopy>(&operation)) {

@@ -6,6 +6,15 @@ namespace megatrain {
 void Gate::close() {
   std::lock_guard<std::mutex> lock(mutex_);
   if (closings_++ == 0) failed_ = false;
+  advanced_ = 0;
+}
+
+void Gate::advance(std::int64_t bytes) {
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    advanced_ = bytes;
+  }
+  changed_.notify_all();
 }
 
 void Gate::open() {
@@ -39,6 +48,13 @@ void Gate::reset() {
 void Gate::wait(const Interrupt& interrupt) {
   std::unique_lock<std::mutex> lock(mutex_);
   wait_until(lock, changed_, interrupt, [&] { return failed_ || closings_ == 0; });
+  if (failed_) throw std::runtime_error(message_);
+}
+
+void Gate::wait_for(std::int64_t bytes, const Interrupt& interrupt) {
+  std::unique_lock<std::mutex> lock(mutex_);
+  wait_until(lock, changed_, interrupt,
+             [&] { return failed_ || closings_ == 0 || (closings_ == 1 && advanced_ >= bytes); });
   if (failed_) throw std::runtime_error(message_);
 }
 

@@ -21,6 +21,13 @@ struct Copy {
   at::Tensor target;
 };
 
+// A copy of a region that may still be under update: each part follows as soon as the gate lets it.
+struct FollowingCopy {
+  at::Tensor source;
+  at::Tensor target;
+  std::shared_ptr<Gate> gate;
+};
+
 // Where deliveries go. The program points it elsewhere only before it issues an instruction that delivers.
 struct Destination {
   at::Tensor target;
@@ -57,7 +64,8 @@ struct RunTask {
 // No work: a point in a lane's order that others can wait for.
 struct Mark {};
 
-using Operation = std::variant<Copy, Delivery, StagedCopy, StagedDelivery, Call, RunTask, Mark>;
+using Operation =
+    std::variant<Copy, FollowingCopy, Delivery, StagedCopy, StagedDelivery, Call, RunTask, Mark>;
 
 struct Instruction {
   Step step;

@@ -26,6 +26,9 @@ using Positions = std::vector<std::size_t>;
 Operation make_copy(at::Tensor source, at::Tensor target) {
   return Copy{std::move(source), std::move(target)};
 }
+Operation make_following_copy(at::Tensor source, at::Tensor target, std::shared_ptr<Gate> gate) {
+  return FollowingCopy{std::move(source), std::move(target), std::move(gate)};
+}
 Operation make_delivery(at::Tensor source, std::shared_ptr<Destination> destination) {
   return Delivery{std::move(source), std::move(destination)};
 }
@@ -125,6 +128,8 @@ void register_instruction(py::module_& module) {
   py::class_<Instruction> instruction(module, "Instruction", "One operation of a lowered schedule.",
                                       garbage_collected<Instruction, visit_function, clear_function>());
   define_kind(instruction, "copy", make_copy, py::arg("source"), py::arg("target"));
+  define_kind(instruction, "follow", make_following_copy, py::arg("source"), py::arg("target"),
+              py::arg("gate").none(false));
   define_kind(instruction, "deliver", make_delivery, py::arg("source"), py::arg("destination").none(false));
   define_kind(instruction, "staged_copy", make_staged_copy, py::arg("source"), py::arg("target"),
               py::arg("staging").none(false));

@@ -5,6 +5,7 @@
 #include <ATen/ops/from_blob.h>
 #include <c10/util/Exception.h>
 
+#include <algorithm>
 #include <cstring>
 
 namespace megatrain {
@@ -31,6 +32,17 @@ void transfer(const Copy& copy) {
   // Slots and slabs are reused on purpose, so a copy is no event for autograd: no history, no version.
   at::AutoDispatchBelowADInplaceOrView below_autograd;
   copy.target.copy_(copy.source, /*non_blocking=*/true);
+}
+
+void transfer_following(const FollowingCopy& copy) {
+  constexpr int64_t kPartBytes = 64 << 20;
+  const int64_t bytes = copy.source.numel();
+  for (int64_t begin = 0; begin < bytes; begin += kPartBytes) {
+    const int64_t size = std::min(kPartBytes, bytes - begin);
+    copy.gate->wait_for(begin + size, {});
+    transfer({copy.source.narrow(0, begin, size), copy.target.narrow(0, begin, size)});
+  }
+  copy.gate->wait({});
 }
 
 void poison(const at::Tensor& tensor) {

@@ -11,6 +11,9 @@ namespace megatrain {
 // equal.
 void transfer(const Copy& copy);
 
+// The same part by part, each once the gate has advanced past it.
+void transfer_following(const FollowingCopy& copy);
+
 // Sets every byte to 0xFF, which is NaN in every floating dtype that has one.
 void poison(const at::Tensor& tensor);
 

@@ -5,6 +5,7 @@
 
 #include <condition_variable>
 #include <exception>
+#include <functional>
 #include <map>
 #include <mutex>
 #include <stdexcept>
@@ -23,10 +24,13 @@ struct Submission {
 };
 
 // Runs the task and opens or fails its gate; the text of its failure, or an empty one.
-std::string settle(const Submission& submission) {
+std::string settle(const Submission& submission, const std::function<void()>& more_urgent) {
   std::string failure;
   try {
-    submission.task->run();
+    submission.task->run_in_parts([&](std::int64_t bytes) {
+      submission.gate->advance(bytes);
+      more_urgent();
+    });
   } catch (const std::exception& error) {
     failure = submission.name + " failed: " + error.what();
   } catch (...) {
@@ -85,17 +89,29 @@ class UpdateQueue::Worker {
     while (true) {
       changed_.wait(lock, [this] { return closed_ || !pending_.empty(); });
       if (pending_.empty()) return;
-      Submission submission = std::move(pending_.begin()->second);
-      pending_.erase(pending_.begin());
       busy_ = true;
-      lock.unlock();
-      std::string failure = settle(submission);
-      lock.lock();
+      run_first(lock);
       busy_ = false;
-      if (failure_.empty()) failure_ = std::move(failure);
-      ended_.push_back(std::move(submission));
       changed_.notify_all();
     }
+  }
+
+  // Runs the most urgent pending task and, between its parts, those that are more urgent than it.
+  void run_first(std::unique_lock<std::mutex>& lock) {
+    const std::int64_t priority = pending_.begin()->first;
+    Submission submission = std::move(pending_.begin()->second);
+    pending_.erase(pending_.begin());
+    lock.unlock();
+    std::string failure = settle(submission, [&] { run_before(priority); });
+    lock.lock();
+    if (failure_.empty()) failure_ = std::move(failure);
+    ended_.push_back(std::move(submission));
+    changed_.notify_all();
+  }
+
+  void run_before(std::int64_t priority) {
+    std::unique_lock<std::mutex> lock(mutex_);
+    while (!pending_.empty() && pending_.begin()->first < priority) run_first(lock);
   }
 
   std::mutex mutex_;  // Guards all that follows but the thread.

@@ -1,6 +1,7 @@
 // UpdateTask: the optimizer's step of one region of the host store.
 #include "update_task.h"
 
+#include <algorithm>
 #include <stdexcept>
 #include <string>
 #include <utility>
@@ -9,6 +10,8 @@ namespace megatrain {
 
 namespace {
 
+// Elements after which a more urgent task may come first: some milliseconds of work.
+constexpr std::int64_t kPartElements = 16 << 20;
 // Separates the random numbers of segments, whose elements are all counted from zero.
 constexpr std::uint64_t kSeedStride = 0x9e3779b97f4a7c15u;
 
@@ -95,11 +98,21 @@ Region UpdateTask::region_of(const UpdateSegment& segment, const UpdateOptions& 
   return region;
 }
 
-void UpdateTask::run() {
+void UpdateTask::run() { run_in_parts({}); }
+
+void UpdateTask::run_in_parts(const Between& between) {
   const std::lock_guard<std::mutex> lock(running_);
   for (const UpdateSegment& segment : segments_) {
     const Update& update = *updates_[segment.update];
-    update.apply(*pool_, region_of(segment, update.options()));
+    const auto size = static_cast<std::int64_t>(c10::elementSize(segment.dtype));
+    for (std::int64_t begin = 0; begin < segment.count; begin += kPartElements) {
+      UpdateSegment part = segment;
+      part.count = std::min(kPartElements, segment.count - begin);
+      part.byte_offset += begin * size;
+      part.state_offset += begin;
+      update.apply(*pool_, region_of(part, update.options()));
+      if (between) between(part.byte_offset + part.count * size);
+    }
   }
   ++runs_;
 }

@@ -41,6 +41,7 @@ class UpdateTask : public Task {
   void set(std::vector<UpdateSegment> segments, Updates updates);
 
   void run() override;
+  void run_in_parts(const Between& between) override;
 
   // How many runs have ended.
   std::int64_t runs() const { return runs_; }

@@ -304,7 +304,7 @@ def test_other_batch_sizes(log: pytest.LogCaptureFixture, monkeypatch: pytest.Mo
 def test_a_call_goes_backward_as_it_went_forward() -> None:
     """A size is compiled for a second call while the first, which ran eagerly, has yet to go backward."""
     model = compiled(Stack(Block(dropout=0.3), Block(dropout=0.3)).double())
-    model(batch(3).double())
+    model(batch(3).double().requires_grad_())
     eager = copy.deepcopy(model)
     inputs = [batch(5).double().requires_grad_() for _ in range(3)]
     losses = []

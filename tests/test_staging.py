@@ -238,3 +238,17 @@ def test_parameters_changed_between_steps_are_what_is_staged() -> None:
     pair.step(features(seed=5))
     losses = [scalar_loss(model(features(seed=6))).item() for model in pair.both]
     assert losses[0] == losses[1]
+
+
+@pytest.mark.parametrize("clip", [None, 0.5], ids=["during_backward", "clipped"])
+def test_updates_in_the_schedule_meet_staged_copies(device: torch.device, clip: float | None) -> None:
+    pairs = []
+    for options in ({"pin": "none"}, {"pin": "staging", "staging_bytes": 100, "chaos": 2}):
+        model = make_pair(lambda: perceptron(5), device, **options).compiled
+        optimizer = megatrain.optim.AdamW(model, lr=0.01, max_grad_norm=clip)
+        for seed in range(4):
+            scalar_loss(model(features(seed=seed, device=device))).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        pairs.append(dict(model.named_parameters()))
+    assert all(torch.equal(parameter, pairs[1][name]) for name, parameter in pairs[0].items())
