@@ -1,5 +1,6 @@
 """A schedule bound to memory and code: the flat list of instructions that the C++ executor runs."""
 
+import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
@@ -60,7 +61,7 @@ class BoundSchedule:
         self._runners = runners
         self._store = store
         self._memory = memory
-        self._optimizer = optimizer
+        self._optimizer = None if optimizer is None else weakref.ref(optimizer)  # its user may drop it
         self._chaos = lanes.chaos
         self._journeys = {journey.accumulate: journey for journey in find_journeys(schedule)}
         self._evacuations = {journey.evacuate: journey for journey in self._journeys.values()}
@@ -126,11 +127,11 @@ class BoundSchedule:
 
     def _prefetch(self, heading: _Heading, region: int, slot: torch.Tensor, waits: list[int]) -> native.Instruction:
         source = self._store.weights(region)
-        target, gates = slot[: source.numel()], [self._store.gate(region)]
+        target, gate = slot[: source.numel()], self._store.gate(region)
         staging = self._store.inbound(region)
         if staging is None:
-            return native.Instruction.copy(*heading, source, target, waits, gates=gates)
-        return native.Instruction.staged_copy(*heading, source, target, staging, waits, gates=gates)
+            return native.Instruction.follow(*heading, source, target, gate, waits)
+        return native.Instruction.staged_copy(*heading, source, target, staging, waits, gates=[gate])
 
     def _evacuate(
         self, heading: _Heading, region: int, source: torch.Tensor, target: native.Destination, waits: list[int]
@@ -145,16 +146,20 @@ class BoundSchedule:
         """The C++ work of an operation of the host's."""
         if operation.op is Op.ACCUMULATE:
             return arrivals[index].accumulation
-        assert self._optimizer is not None
+        optimizer = self._attached()
+        assert optimizer is not None
         region = number_of(operation.reads[0])
         if operation.op is Op.NORM:
-            norm = self._optimizer.norm_task(region)
+            norm = optimizer.norm_task(region)
             assert norm is not None
             return norm
-        update = self._optimizer.update_task(region)
+        update = optimizer.update_task(region)
         assert update is not None
-        gate, priority = self._store.gate(region), self._optimizer.priority(region)
-        return native.SubmitTask(self._optimizer.queue, priority, update, gate)
+        gate, priority = self._store.gate(region), optimizer.priority(region)
+        return native.SubmitTask(optimizer.queue, priority, update, gate, f"the update of weights.{region}")
+
+    def _attached(self) -> RegionUpdater | None:
+        return None if self._optimizer is None else self._optimizer()
 
     def _poison(self, operation: Operation) -> list[torch.Tensor]:
         """Slots and slabs to spoil as they are released, in chaos mode."""
@@ -195,11 +200,11 @@ class BoundSchedule:
     def _backward_call(self, index: int, operation: Operation, runner: StageRunner) -> _Call:
         leaving = tuple(name for name in operation.writes if kind_of(name) is BufferKind.GRADIENT_VALUE)
         homecomings = tuple(self._homecomings[index])
-        optimizer = self._optimizer
 
         def backward(run: Run) -> None:
             gradients = runner.backward(run, leaving)
             run.trained.update(dict.fromkeys(gradients))
+            optimizer = self._attached()
             for homecoming in homecomings:
                 homecoming.send(gradients, run.homes)
                 if optimizer is not None:

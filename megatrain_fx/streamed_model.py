@@ -87,6 +87,7 @@ class StreamedModel:
     @optimizer.setter
     def optimizer(self, optimizer: RegionUpdater) -> None:
         self._optimizer = weakref.ref(optimizer)
+        self._bound = {key: bound for key, bound in self._bound.items() if key[2] == Updates()}  # not the last one's
 
     def updates(self, layout: Layout) -> Updates:
         """What the optimizer will do in the schedule of the next step."""
