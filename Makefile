@@ -14,7 +14,7 @@ CPP_BUILD := setup.py pyproject.toml $(wildcard runtime_ext/*.cpp runtime_ext/*.
 CPP_FORMATTED := $(wildcard runtime_ext/*.cpp runtime_ext/*.h tests/cpp/*.cpp tests/cpp/*.h)
 # Threads that wait for one another give their core up: the lanes need it, and so may other processes.
 export OMP_WAIT_POLICY ?= passive
-PYTEST_ARGUMENTS ?=
+PYTEST_ARGUMENTS ?= --numprocesses auto
 DEMO_ARGUMENTS ?=
 
 # Each stamp is newer than all that its step read, so that a step is repeated only when something it reads has changed.
@@ -80,5 +80,5 @@ $(BUILT): $(DEMO_PINS) $(CPP_BUILD)
 .PHONY: build/types
 build/types:
 	@rm -rf $@ && mkdir -p $@/megatrain_fx
-	@ln -s $(abspath passes) $(wildcard $(abspath megatrain_fx)/*.py $(abspath megatrain_fx)/*.pyi \
+	@ln -s $(abspath passes) $(abspath megatrain_fx/optim) $(wildcard $(abspath megatrain_fx)/*.py $(abspath megatrain_fx)/*.pyi \
 		$(abspath megatrain_fx)/py.typed) $@/megatrain_fx/

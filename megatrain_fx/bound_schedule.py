@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 
+from megatrain_fx.device_buffers import DeviceBuffers
 from megatrain_fx.extension import runtime as native
 from megatrain_fx.homecoming import Homecoming, Journey, find_journeys
 from megatrain_fx.ir import BufferKind, Lane, Op, Operation, kind_of, number_of
@@ -41,7 +42,7 @@ class BoundSchedule:
         program: Program,
         runners: Sequence[StageRunner],
         store: HostStore,
-        memory: Mapping[str, torch.Tensor],
+        buffers: DeviceBuffers,
         lanes: native.Runtime,
         optimizer: RegionUpdater | None = None,
     ) -> None:
@@ -52,7 +53,7 @@ class BoundSchedule:
             program: what it is a schedule of.
             runners: one a stage.
             store: where parameters and gradients live.
-            memory: slots and slabs by name, 1-D uint8.
+            buffers: where slots and slabs come from.
             lanes: the C++ lanes that run it.
             optimizer: whose updates and norms are among the operations.
         """
@@ -60,7 +61,8 @@ class BoundSchedule:
         self._program = program
         self._runners = runners
         self._store = store
-        self._memory = memory
+        self._memory = buffers.bind(schedule.buffers)
+        self._pin = buffers.pin
         self._optimizer = None if optimizer is None else weakref.ref(optimizer)  # its user may drop it
         self._chaos = lanes.chaos
         self._journeys = {journey.accumulate: journey for journey in find_journeys(schedule)}
@@ -94,7 +96,7 @@ class BoundSchedule:
         places = {p.name: p for p in self._program.layout.regions[journey.region].places if p.name in trainable}
         views = {name: place.view(device) for name, place in places.items()}
         destination = native.Destination(host[:size])
-        homecoming = Homecoming(journey.region, destination, task, host[:size], home, places, views)
+        homecoming = Homecoming(journey.region, destination, task, host[:size], home, places, views, self._pin)
         self._homecomings[journey.backward].append(homecoming)
         return homecoming
 

@@ -20,6 +20,17 @@ class DeviceBuffers:
         self._device = device
         self._registration = registration
         self._pools: dict[str, list[torch.Tensor]] = {}
+        self._host_memory: dict[int, HostMemory] = {}
+
+    def pin(self, slab: torch.Tensor) -> None:
+        """Register a host slab before its first use: gradients that go straight home never need it.
+
+        Args:
+            slab: a host slab that was bound.
+        """
+        memory = self._host_memory[slab.data_ptr()]
+        if not memory.registered:
+            self._registration.register(memory)
 
     def bind(self, sizes: Mapping[str, int]) -> dict[str, torch.Tensor]:
         """A 1-D uint8 tensor for each slot and slab of a schedule: the smallest free one that is large enough."""
@@ -51,8 +62,8 @@ class DeviceBuffers:
     def _allocate(self, pool: str, size: int) -> torch.Tensor:
         if pool == "host":
             memory = HostMemory(size)
-            self._registration.register(memory)
             tensor = memory.flat()
+            self._host_memory[tensor.data_ptr()] = memory
         else:
             tensor = torch.zeros(size, dtype=torch.uint8, device=self._device)
         self._pools[pool].append(tensor)

@@ -1,6 +1,6 @@
 """The way of gradients home: from the views in a device slab, over the host slab, into the host store."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -51,6 +51,7 @@ class Homecoming:
         home: the region's gradients in the store, of the same size.
         places: place of each trainable parameter of the region, by name.
         views: the same places in the device slab.
+        pin: gets the host slab ready for its first use.
     """
 
     region: int
@@ -60,6 +61,7 @@ class Homecoming:
     home: torch.Tensor
     places: Mapping[str, Place]
     views: Mapping[str, torch.Tensor]
+    pin: Callable[[torch.Tensor], None]
 
     def send(self, gradients: Mapping[str, torch.Tensor], homes: dict[str, int]) -> None:
         """Write gradients into the slab, and say how each is to meet what the store holds.
@@ -78,6 +80,8 @@ class Homecoming:
             mode = homes[name] if name in gradients else SKIP
             segments.append((place.offset, place.numel, place.dtype, mode))
         direct = bool(present) and all(homes[name] == COPY for name in self.places)
+        if not direct:
+            self.pin(self.slab)
         self.evacuation.target = self.home if direct else self.slab
         self.accumulation.set_segments([] if direct else segments)
         homes.update(dict.fromkeys(present, ADD))

@@ -46,7 +46,7 @@ def trace_stage(stage: Stage, input_requires_grad: Sequence[bool], device: torch
         try:
             with record:
                 outputs, leaves = function.forward(fakes.parameters, fakes.buffers, fakes.inputs)
-                roots = [output for output, needed in zip(outputs, function.output_requires_grad, strict=True) if needed]
+                roots = [o for o, needed in zip(outputs, function.output_requires_grad, strict=True) if needed]
                 function.differentiate(outputs, leaves, [torch.ones_like(root) for root in roots])
         except DATA_DEPENDENT_ERRORS as error:
             return _untraceable(stage, input_requires_grad, str(error).partition("\n")[0])
@@ -54,9 +54,7 @@ def trace_stage(stage: Stage, input_requires_grad: Sequence[bool], device: torch
     silently = record.updated_statistics(zip(names, fakes.buffers, strict=True))
     mutated = tuple(name for name in names if name in function.mutated_buffers or name in silently)
     key = f"{record.key} {input_requires_grad} {[p.requires_grad for _, p in stage.parameters]}"
-    return StageTrace(
-        key, function.output_requires_grad, mutated, function.mutated_inputs, side_effect=watch.found()
-    )
+    return StageTrace(key, function.output_requires_grad, mutated, function.mutated_inputs, side_effect=watch.found())
 
 
 def _untraceable(stage: Stage, input_requires_grad: Sequence[bool], reason: str) -> StageTrace:

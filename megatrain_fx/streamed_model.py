@@ -223,9 +223,8 @@ class StreamedModel:
             assert self.store is not None
             as_built = not resume and updates == Updates()
             schedule = program.schedule if as_built else program.lower(resume=resume, updates=updates).schedule
-            memory = self.buffers.bind(schedule.buffers)
-            runners, optimizer = self._runners(program), self.optimizer
-            self._bound[key] = BoundSchedule(schedule, program, runners, self.store, memory, self._lanes, optimizer)
+            binding = (self._runners(program), self.store, self.buffers, self._lanes, self.optimizer)
+            self._bound[key] = BoundSchedule(schedule, program, *binding)
         return self._bound[key]
 
     def _runners(self, program: Program) -> list[StageRunner]:
