@@ -2,6 +2,7 @@
 #include "optimizer.h"
 
 #include <algorithm>
+#include <atomic>
 #include <stdexcept>
 
 #include "optimizer_kernel_table.h"
@@ -22,15 +23,20 @@ constexpr int64_t kNormChunk = 32 * kGranule;
 
 int64_t divide_up(int64_t size, int64_t by) { return (size + by - 1) / by; }
 
-/// Calls range(begin, end) on the pool's threads for consecutive ranges that cover [0, size).
+/// Elements that a thread takes at a time: threads that share their core with others then take fewer.
+constexpr int64_t kBlock = 2 * kSmallestPart;
+
+/// Calls range(begin, end) on the pool's threads for disjoint ranges that cover [0, size).
 template <class Range>
 void run_over_ranges(WorkerPool& pool, int64_t size, int64_t granule, int64_t smallest, const Range& range) {
   if (size == 0) return;
-  const int64_t parts = std::min<int64_t>(pool.threads(), divide_up(size, smallest));
-  const int64_t share = divide_up(divide_up(size, parts), granule) * granule;
-  pool.run(static_cast<int>(divide_up(size, share)), [&](int part) {
-    const int64_t begin = part * share;
-    range(begin, std::min(size, begin + share));
+  const int64_t block = divide_up(std::max(smallest, std::min(kBlock, size)), granule) * granule;
+  const int64_t parts = std::min<int64_t>(pool.threads(), divide_up(size, block));
+  std::atomic<int64_t> next{0};
+  pool.run(static_cast<int>(parts), [&](int) {
+    for (int64_t begin = next.fetch_add(block); begin < size; begin = next.fetch_add(block)) {
+      range(begin, std::min(size, begin + block));
+    }
   });
 }
 

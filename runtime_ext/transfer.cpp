@@ -3,10 +3,11 @@
 
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/ops/from_blob.h>
-#include <c10/util/Exception.h>
 
 #include <algorithm>
 #include <cstring>
+#include <stdexcept>
+#include <string>
 
 namespace megatrain {
 
@@ -18,11 +19,20 @@ bool is_plain_memory_copy(const Copy& copy) {
          copy.target.is_contiguous() && !copy.source.is_neg() && !copy.source.is_conj();
 }
 
+// Without a stream of characters, which on some systems an extension may not share with PyTorch.
+std::string shape_text(const at::Tensor& tensor) {
+  std::string text;
+  for (const int64_t size : tensor.sizes()) text += (text.empty() ? "" : ", ") + std::to_string(size);
+  return "[" + text + "]";
+}
+
 }  // namespace
 
 void transfer(const Copy& copy) {
-  TORCH_CHECK(copy.source.sizes() == copy.target.sizes(), "cannot copy a tensor of shape ",
-              copy.source.sizes(), " to one of shape ", copy.target.sizes());
+  if (copy.source.sizes() != copy.target.sizes()) {
+    throw std::invalid_argument("cannot copy a tensor of shape " + shape_text(copy.source) +
+                                " to one of shape " + shape_text(copy.target));
+  }
   if (copy.source.numel() == 0) return;
   if (is_plain_memory_copy(copy)) {
     // Not copy_: from a lane thread it would start a second pool of compute threads.

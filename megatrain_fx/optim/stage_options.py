@@ -10,7 +10,7 @@ from torch import nn
 from megatrain_fx.config import Precision
 from megatrain_fx.edge import STATE
 from megatrain_fx.errors import ConfigError
-from megatrain_fx.optim.processors import available_cores
+from megatrain_fx.optim.processors import available_processors
 from megatrain_fx.streamed_model import StreamedModel
 
 
@@ -69,7 +69,7 @@ class CheckedOptions:
             norm,
             given.get("during_backward", True),
             _at_least_one("accumulation_steps", given.get("accumulation_steps", 1)),
-            available_cores() if threads is None else _at_least_one("threads", threads),
+            available_processors() if threads is None else _at_least_one("threads", threads),
             torch.initial_seed() % 2**62 if rounds else None,
         )
 
