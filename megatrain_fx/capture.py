@@ -168,7 +168,8 @@ def _export(
     sizes = (tuple(dict.fromkeys(own, Dim.AUTO) for own in dims),) if any(dims) else None
     token = active_recorder.set(recorder)
     try:
-        with _tracing, preserved(model), unpacked_sequences(_input_names(_forward_of(model, forward_class), entry.structure)):
+        names = _input_names(_forward_of(model, forward_class), entry.structure)
+        with _tracing, preserved(model), unpacked_sequences(names):
             if forward_class is not None:
                 model.__class__ = forward_class
             with mode:

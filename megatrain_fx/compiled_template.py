@@ -28,8 +28,9 @@ logger = logging.getLogger(__name__)
 
 _MOST_LAYOUTS = 8
 """Layouts of inputs for which one template is compiled; more run eagerly, rather than compile without end."""
-_FEWEST_OPERATIONS = 5
-"""A template of one stage with fewer operations than this gains nothing."""
+_FEWEST_OPERATIONS = 3
+_FEWEST_OPERATIONS_ONCE = 5
+"""A template with fewer operations (if it has only one stage) is not worth the time that compiling it takes."""
 
 
 class CompiledTemplate:
@@ -155,8 +156,8 @@ def _may_be_compiled(template: Template, stage: Stage, trace: StageTrace) -> boo
 
 
 def _is_trivial(template: Template) -> bool:
-    """Whether one stage has so few operations before its gradients arrive that compiling them gains nothing."""
-    if template.joint is None or len(template.stages) > 1:
+    """Whether a template has too few operations ahead of those that wait for its outputs' gradients."""
+    if template.joint is None:
         return False
     computing = 0
     late: set[fx.Node] = set()
@@ -165,7 +166,7 @@ def _is_trivial(template: Template) -> bool:
             late.add(node)
         elif node.op == "call_function" and not _is_view(node):
             computing += 1
-    return computing < _FEWEST_OPERATIONS
+    return computing < (_FEWEST_OPERATIONS if len(template.stages) > 1 else _FEWEST_OPERATIONS_ONCE)
 
 
 def _records(operation: Any) -> bool:

@@ -48,8 +48,9 @@ class StreamConfig:
         keep_logits: where the model returns logits, compute them as a whole, however large they are.
         template: ``eager`` runs each stage as the Python that was given; ``inductor`` compiles each template once, so
             that compile time does not grow with depth, and equals eager to rounding. What a stage does beside computing
-            tensors (printing, counting, hooks) then happens only while it is traced. Dropout draws other numbers than in
-            eager mode. Where compiling fails, a warning says why, and the template stays eager; so does the last stage.
+            tensors (printing, counting, hooks) then happens only while it is traced. Dropout draws other numbers than
+            in eager mode. Where compiling fails, a warning says why, and the template stays eager; so does
+            the last stage.
         chaos: seed of chaos mode: random delays on every lane, and every buffer filled with NaN once it is released, so
             that a wrong schedule gives wrong numbers in tests. None: off.
         passes: graph transformations of your own (see CONTRIBUTING.md), run before dependencies are derived.

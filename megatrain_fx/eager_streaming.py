@@ -1,5 +1,4 @@
-"""Calls that no captured graph can stand for, such as ``generate()`` with a cache: the model's own Python, unit by
-unit.
+"""Calls that no graph can stand for, such as ``generate()`` with a cache: the model's own Python, unit by unit.
 
 Only without gradients. Each unit's parameters are copied to the device for its call and dropped after it; nothing is
 fetched ahead, so this is slower than a schedule.

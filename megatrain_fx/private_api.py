@@ -285,7 +285,7 @@ def without_saved_tensor_hooks() -> Iterator[None]:
 
 
 def backward_reaches(node: Any) -> bool:
-    """Whether the backward pass that runs now will run this node too: not if only gradients of others were asked for."""
+    """Whether the backward pass that runs now will run this node too: not if only others were asked for."""
     return bool(torch._C._will_engine_execute_node(node))
 
 

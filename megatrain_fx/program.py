@@ -11,13 +11,13 @@ from megatrain_fx.capture import Captured
 from megatrain_fx.config import StreamConfig
 from megatrain_fx.facts import ScheduleFacts, Updates
 from megatrain_fx.graph import new_module
+from megatrain_fx.joint_graph import trace_graphs
 from megatrain_fx.layout import Layout, plan_layout
 from megatrain_fx.model_facts import describe, names_by_identity, trace_stages
 from megatrain_fx.pass_manager import GraphTransform, PassResult, run_passes
 from megatrain_fx.passes import pipeline
 from megatrain_fx.passes.chunk_loss import chunk_loss
 from megatrain_fx.schedule import Schedule
-from megatrain_fx.joint_graph import trace_graphs
 from megatrain_fx.stage_trace import StageTrace
 from megatrain_fx.stages import Stage, partition
 from megatrain_fx.templates import Template, deduplicate

@@ -36,7 +36,7 @@ class StageArguments:
         return cls(parameters, tuple(buffer for _, buffer in stage.module.named_buffers()), tuple(stage.input_examples))
 
     def fakes(self, device: torch.device) -> StageArguments:
-        """Equal ones of the active fake mode, on the compute device, at the sizes for which symbolic sizes were made."""
+        """Equal ones of the active fake mode, on the compute device, at the sizes for which symbols were made."""
 
         def fake(value: Any) -> Any:
             if not isinstance(value, torch.Tensor):
