@@ -46,7 +46,7 @@ def build_captured_graph(
         builder.add(node)
     _remove_unused(builder.graph)
     graph_module = fx.GraphModule(builder.attributes, builder.graph, class_name=f"Captured{type(model).__name__}")
-    graph_module.train(model.training)
+    graph_module.training = model.training  # train() would change the flags of the user's own modules, in unit calls
     graph_module.graph.lint()
     return graph_module, tuple(builder.unit_calls)
 
@@ -157,6 +157,7 @@ class _Builder:
             copy = self._add_function_call(function, modes, values)
         else:
             unit_call = UnitCall(call.unit.module, call.unit.path, call.arguments, call.outputs, modes)
+            unit_call.mutated_inputs = call.mutated_inputs
             copy = self._add_unit_call(unit_call, values)
         copy.meta = {**node.meta, "val": tuple(node.meta["val"])}
         self._copies[node] = copy

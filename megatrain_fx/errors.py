@@ -28,6 +28,14 @@ class InputDeviceError(MegatrainError, ValueError):
     """A tensor given to the model is not on the device where the model computes."""
 
 
+class ModelChangedError(MegatrainError, RuntimeError):
+    """Parameters or modules of a compiled model were replaced, added or removed after its first call."""
+
+
+class ParameterHookError(MegatrainError, RuntimeError):
+    """A parameter has a hook that cannot run as it would in eager PyTorch."""
+
+
 class CaptureError(MegatrainError):
     """The model's forward could not be captured as a graph of units and glue."""
 

@@ -89,6 +89,20 @@ def _asked_by_torch(question: Callable[[], bool]) -> Callable[[], bool]:
     return answer
 
 
+@contextlib.contextmanager
+def with_autograd() -> Iterator[None]:
+    """Let autograd record, and tensors count their versions, in the kernel of an operator.
+
+    The dispatcher has left autograd behind when it calls the kernel, and no public way leads back.
+    """
+    excluded = torch._C._dispatch_tls_local_exclude_set()
+    for key in (torch._C.DispatchKey.AutogradFunctionality, torch._C.DispatchKey.ADInplaceOrView):
+        excluded = excluded.remove(key)
+    guard = torch._C._ForceDispatchKeyGuard(torch._C._dispatch_tls_local_include_set(), excluded)
+    with guard, torch.enable_grad():
+        yield
+
+
 @dataclasses.dataclass(frozen=True)
 class ModuleMethods:
     """The methods of all modules that a tracer exchanges while it records which module makes which node."""
@@ -162,6 +176,26 @@ def named_tensors(module: nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
     The public `register_parameter` refuses plain tensors, which the real run of a unit needs.
     """
     return module._parameters, module._buffers
+
+
+def child_table(module: nn.Module) -> dict[str, Any]:
+    """The module's own table of child modules; the public `named_children` is too slow to be asked at every call."""
+    return module._modules
+
+
+def forward_hooks(module: nn.Module) -> tuple[int, ...]:
+    """The numbers of the handles of the module's own forward hooks, unique in the process; the tables are private."""
+    return (*module._forward_pre_hooks, *module._forward_hooks)
+
+
+def gradient_hooks(parameter: torch.Tensor) -> dict[int, Callable[..., Any]]:
+    """Hooks of `Tensor.register_hook`, of which only autograd knows in public."""
+    return parameter._backward_hooks or {}
+
+
+def post_accumulation_hooks(parameter: torch.Tensor) -> dict[int, Callable[..., Any]]:
+    """Hooks of `Tensor.register_post_accumulate_grad_hook`, of which only autograd knows in public."""
+    return parameter._post_accumulate_grad_hooks or {}
 
 
 def replace_call(module: nn.Module, call: Callable[..., Any]) -> None:

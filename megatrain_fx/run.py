@@ -1,7 +1,6 @@
 """The state of one call of a model: its activations, checkpoints, tapes and gradients between forward and backward."""
 
 import math
-import random
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -9,14 +8,15 @@ from typing import Any
 import torch
 
 from megatrain_fx.execution_modes import ExecutionModes
+from megatrain_fx.host_randomness import HostRandomState
 from megatrain_fx.ir import BufferKind, gradient_name, kind_of, number_of
 
 
 @dataclass(frozen=True)
 class RandomState:
-    """States of the random number generators of Python, of the CPU and of the compute device."""
+    """States of the random number generators of Python and NumPy, of the CPU and of the compute device."""
 
-    python: tuple[Any, ...]
+    host: HostRandomState
     cpu: torch.Tensor
     accelerator: torch.Tensor | None
 
@@ -24,12 +24,13 @@ class RandomState:
     def read(cls, device: torch.device) -> "RandomState":
         """The states now."""
         if device.type == "cpu":
-            return cls(random.getstate(), torch.get_rng_state(), None)
-        return cls(random.getstate(), torch.get_rng_state(), torch.get_device_module(device).get_rng_state(device))
+            return cls(HostRandomState.read(), torch.get_rng_state(), None)
+        accelerator = torch.get_device_module(device).get_rng_state(device)
+        return cls(HostRandomState.read(), torch.get_rng_state(), accelerator)
 
     def restore(self, device: torch.device) -> None:
         """Go back to these states."""
-        random.setstate(self.python)
+        self.host.restore()
         torch.set_rng_state(self.cpu)
         if self.accelerator is not None:
             torch.get_device_module(device).set_rng_state(self.accelerator, device)

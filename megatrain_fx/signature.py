@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from megatrain_fx.errors import DataDependentGlueError, UnsupportedInputError
+from megatrain_fx.glue_state import GlueState
 from megatrain_fx.private_api import is_data_dependent_size
 from megatrain_fx.tree import Tree, flatten, leaf_names, unflatten
 
@@ -81,7 +82,8 @@ class Modes(NamedTuple):
 class InputSignature:
     """The key of a captured graph: calls of equal signature run the same graph.
 
-    `training` and `requires_grad` hold one byte for each module and each parameter of the model.
+    `training` and `requires_grad` hold one byte for each module and each parameter of the model; `glue` is what
+    :class:`megatrain_fx.glue_state.GlueState` tells.
     """
 
     structure: Structure
@@ -89,6 +91,7 @@ class InputSignature:
     training: bytes
     requires_grad: bytes
     modes: Modes
+    glue: Hashable = ()
 
     def differs_only_in_sizes(self, other: InputSignature) -> bool:
         """Whether the two are equal when each shape is replaced by its number of dimensions."""
@@ -97,7 +100,7 @@ class InputSignature:
     def without_sizes(self) -> Hashable:
         """A key that all signatures share that differ only in sizes."""
         tensors = tuple((len(t.shape), t.dtype, t.device, t.requires_grad) for t in self.tensors)
-        return self.structure, tensors, self.training, self.requires_grad, self.modes
+        return self.structure, tensors, self.training, self.requires_grad, self.modes, self.glue
 
 
 class ModelFlags:
@@ -106,6 +109,7 @@ class ModelFlags:
     def __init__(self, model: nn.Module) -> None:
         self._modules = tuple(model.modules())
         self._parameters = tuple(model.parameters())
+        self._glue = GlueState(model)
         accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
         self._device_types = ("cpu",) if accelerator is None else ("cpu", accelerator.type)
 
@@ -117,6 +121,7 @@ class ModelFlags:
             training=bytes([module.training for module in self._modules]),
             requires_grad=bytes([parameter.requires_grad for parameter in self._parameters]),
             modes=read_modes(self._device_types),
+            glue=self._glue.read(),
         )
 
 

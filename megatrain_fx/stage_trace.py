@@ -5,11 +5,13 @@ from dataclasses import dataclass
 
 import torch
 
+from megatrain_fx.host_randomness import HostRandomState
 from megatrain_fx.operation_record import OperationRecord
 from megatrain_fx.private_api import DATA_DEPENDENT_ERRORS, new_fake_mode
 from megatrain_fx.side_effects import SideEffectWatch
 from megatrain_fx.stage_function import StageArguments, StageFunction
-from megatrain_fx.stages import Stage
+from megatrain_fx.stages import Stage, is_unit_call
+from megatrain_fx.unit_call import UnitCall
 
 
 @dataclass(frozen=True)
@@ -39,7 +41,7 @@ def trace_stage(stage: Stage, input_requires_grad: Sequence[bool], device: torch
     With symbolic sizes, at the sizes for which they were made.
     """
     function = StageFunction(stage, input_requires_grad)
-    watch = SideEffectWatch(stage.module)
+    watch, randomness = SideEffectWatch(stage.module), HostRandomState.read()
     with new_fake_mode(), torch.enable_grad():
         fakes = StageArguments.of_stage(stage).fakes(device)
         record = OperationRecord([*fakes.parameters, *fakes.buffers, *fakes.inputs])
@@ -49,7 +51,10 @@ def trace_stage(stage: Stage, input_requires_grad: Sequence[bool], device: torch
                 roots = [o for o, needed in zip(outputs, function.output_requires_grad, strict=True) if needed]
                 function.differentiate(outputs, leaves, [torch.ones_like(root) for root in roots])
         except DATA_DEPENDENT_ERRORS as error:
+            randomness.restore()
             return _untraceable(stage, input_requires_grad, str(error).partition("\n")[0])
+    if HostRandomState.read().advanced_since(randomness):  # another run may take another way
+        return _untraceable(stage, input_requires_grad, watch.found(), function.mutated_inputs)
     names = [name for name, _ in stage.module.named_buffers()]
     silently = record.updated_statistics(zip(names, fakes.buffers, strict=True))
     mutated = tuple(name for name in names if name in function.mutated_buffers or name in silently)
@@ -57,8 +62,13 @@ def trace_stage(stage: Stage, input_requires_grad: Sequence[bool], device: torch
     return StageTrace(key, function.output_requires_grad, mutated, function.mutated_inputs, side_effect=watch.found())
 
 
-def _untraceable(stage: Stage, input_requires_grad: Sequence[bool], reason: str) -> StageTrace:
-    """The cautious answer: whatever may need a gradient does, and every buffer may be updated."""
+def _untraceable(
+    stage: Stage, input_requires_grad: Sequence[bool], reason: str | None, mutated_inputs: Sequence[int] = ()
+) -> StageTrace:
+    """The cautious answer: whatever may need a gradient does, and every buffer may be updated.
+
+    Inputs are modified in place if they were in one fake run (`mutated_inputs`), or by a unit's real run.
+    """
     trains = any(input_requires_grad) or any(parameter.requires_grad for _, parameter in stage.parameters)
     (output,) = stage.module.graph.find_nodes(op="output")
     values = [node.meta.get("val") for node in output.args[0]]
@@ -66,4 +76,16 @@ def _untraceable(stage: Stage, input_requires_grad: Sequence[bool], reason: str)
         trains and isinstance(v, torch.Tensor) and (v.dtype.is_floating_point or v.dtype.is_complex) for v in values
     )
     buffers = tuple(name for name, _ in stage.module.named_buffers())
-    return StageTrace(None, flags, buffers, (), reason)
+    mutated = tuple(sorted({*mutated_inputs, *_inputs_mutated_by_units(stage)}))
+    return StageTrace(None, flags, buffers, mutated, reason)
+
+
+def _inputs_mutated_by_units(stage: Stage) -> set[int]:
+    """Positions of the stage's inputs that are among the values that its unit calls are known to modify in place."""
+    position = {node: k for k, node in enumerate(stage.module.graph.find_nodes(op="placeholder"))}
+    mutated: set[int] = set()
+    for node in filter(is_unit_call, stage.module.graph.nodes):
+        call = stage.module.get_submodule(str(node.target))
+        assert isinstance(call, UnitCall)
+        mutated.update(position[node.args[k]] for k in call.mutated_inputs if node.args[k] in position)
+    return mutated

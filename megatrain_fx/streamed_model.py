@@ -27,7 +27,9 @@ from megatrain_fx.execution_modes import Autocast, ExecutionModes
 from megatrain_fx.extension import runtime as native
 from megatrain_fx.facts import UpdateMode, Updates
 from megatrain_fx.layout import Layout
+from megatrain_fx.model_parts import ModelParts
 from megatrain_fx.model_state import preserved
+from megatrain_fx.parameter_hooks import refuse_accumulation_hooks, refuse_gradient_hooks, run_accumulation_hooks
 from megatrain_fx.program import Program, build_program
 from megatrain_fx.program_cache import ProgramCache
 from megatrain_fx.region_updater import RegionUpdater
@@ -54,6 +56,7 @@ class StreamedModel:
         self.buffers = DeviceBuffers(config.device, self.registration)
         self.store: HostStore | None = None
         self._flags = ModelFlags(model)
+        self._parts: ModelParts | None = None
         self._refused: dict[InputSignature, CaptureError] = {}
         self._lanes = native.Runtime(config.device, config.chaos)
         self._bound: dict[tuple[int, bool, Updates], BoundSchedule] = {}
@@ -69,15 +72,34 @@ class StreamedModel:
 
         Raises:
             InputDeviceError: a tensor is on another device than the templates.
+            ModelChangedError: the model has other parameters or modules than at its first call.
             CaptureError: see :func:`megatrain_fx.capture.capture`.
         """
-        tensors, structure = flatten_inputs(model, args, kwargs)
         with self._running:
+            self._follow_changes(model)
+            tensors, structure = flatten_inputs(model, args, kwargs)
             signature = self._flags.signature(tensors, structure)
-            if signature in self._refused:
-                raise self._refused[signature]
-            program = self.programs.find(signature) or self._new_program(model, args, kwargs, tensors, signature)
+            program = self._find(signature)
+            if program is None:
+                self._check_devices(tensors)
+                move_buffers(model, self.config.device)  # before capture, whose graphs hold the buffers they use
+                signature = self._flags.signature(tensors, structure)
+                program = self._find(signature) or self._new_program(model, args, kwargs, signature)
         return program, tensors
+
+    def _follow_changes(self, model: nn.Module) -> None:
+        """Take the model as it is until its first call; afterwards only buffers may be others."""
+        if self._parts is None:
+            self._flags = ModelFlags(model)
+            return
+        self._parts.check()
+        if self._parts.buffers_changed():
+            move_buffers(model, self.config.device)
+
+    def _find(self, signature: InputSignature) -> Program | None:
+        if signature in self._refused:
+            raise self._refused[signature]
+        return self.programs.find(signature)
 
     @property
     def optimizer(self) -> RegionUpdater | None:
@@ -118,6 +140,8 @@ class StreamedModel:
         """Run the forward pass of one call; returns its state and the values that the model returns."""
         assert self.store is not None
         self.store.reclaim()
+        if program.training:
+            refuse_gradient_hooks(self.store.parameters)
         run = Run.of_inputs(inputs, _autocast_modes(self.config.device))
         run.weights_version = self.store.version()
         with self._running:
@@ -146,6 +170,7 @@ class StreamedModel:
 
         Raises:
             StaleWeightsError: a parameter was modified since the forward pass.
+            ParameterHookError: a parameter has a hook that cannot be run.
         """
         assert self.store is not None
         if self.store.version() != run.weights_version:
@@ -153,10 +178,14 @@ class StreamedModel:
                 "a parameter was modified in place between the forward pass and this backward pass, which reruns the "
                 "forward and would see the new value; call backward before optimizer.step() or load_state_dict()"
             )
+        if trains:
+            refuse_gradient_hooks(self.store.parameters)
         run.begin_backward(zip(program.facts.outputs, gradients, strict=True), keep, trains)
         with self._running:
             run.homes = {name: self.store.adopt_gradient(name) for name in self._trainable(program)} if trains else {}
             updates = self.updates(program.layout) if trains else Updates()
+            if updates.mode is not UpdateMode.NONE:
+                refuse_accumulation_hooks(self.store.parameters)
             resume = self._latest is None or self._latest[0] is not run or self._latest[1] != updates
             self._latest = None
             bound = self._bind(program, resume, updates)
@@ -166,6 +195,7 @@ class StreamedModel:
             self.store.publish_gradients(run.trained)
             if trains and self.optimizer is not None:
                 self.optimizer.end_backward(run.trained)
+        run_accumulation_hooks(self.store.parameters, tuple(run.trained))
         inputs = len(program.captured.signature.tensors)
         return [run.gradients.get(f"grad.input.{position}") for position in range(inputs)]
 
@@ -174,12 +204,8 @@ class StreamedModel:
         model: nn.Module,
         args: Sequence[Any],
         kwargs: Mapping[str, Any],
-        tensors: Sequence[torch.Tensor],
         signature: InputSignature,
     ) -> Program:
-        self._check_devices(tensors)
-        if self.store is None:
-            move_buffers(model, self.config.device)  # before capture, whose graphs hold the buffers they use
         random = RandomState.read(self.config.device)
         with preserved(model), self._capturing:  # attributes that modules set in fake runs must not stay
             captured = self._capture(model, args, kwargs, signature)
@@ -208,6 +234,7 @@ class StreamedModel:
         """Move parameters to the store and buffers to the device, if this is the first program; reserve gradients."""
         if self.store is None:
             self.store = self._new_store(model, program.layout)
+            self._parts = ModelParts(model)
         for region, facts in enumerate(program.facts.regions):
             if facts.gradient_bytes and self.store.reserve_gradients(region, facts.gradient_bytes):
                 self._bound.clear()

@@ -57,6 +57,7 @@ class UnitCall(OpaqueCall):
         unit: the model's own module.
         path: its name in the model.
         modes: the gradient mode and autocast of the region in which the model calls the unit.
+        mutated_inputs: positions of the values that the unit's real run, if it needed one, modified in place.
     """
 
     def __init__(
@@ -66,6 +67,7 @@ class UnitCall(OpaqueCall):
         self.unit = unit
         self.path = path
         self.modes = modes
+        self.mutated_inputs: tuple[int, ...] = ()
         self.training = unit.training
 
     def call(self, *args: Any, **kwargs: Any) -> Any:

@@ -36,12 +36,16 @@ _FIXED_SIZE = "Use a tensor of fixed size (padded, or masked by torch.where)"
 
 @dataclasses.dataclass
 class RecordedCall:
-    """One call of a unit while the model was traced; `outputs` is known once the call has run."""
+    """One call of a unit while the model was traced; `outputs` is known once the call has run.
+
+    `mutated_inputs` are positions of the values that a real run, if one was needed, modified in place.
+    """
 
     unit: Unit
     arguments: Structure
     autocast: ExecutionModes
     outputs: Structure | None = None
+    mutated_inputs: tuple[int, ...] = ()
 
 
 class UnitRecorder:
@@ -158,6 +162,7 @@ class UnitRecorder:
             raise
         except Exception as error:  # data-dependent, or an operator whose fake kernel refuses what its real one takes
             results, outputs = self._run_really(trial, error)
+            call.mutated_inputs = tuple(sorted(trial.mutated))
         if any(is_data_dependent_size(size) for size in _shapes(results)):
             raise CaptureError(
                 f"{_name(call.unit)} returns a tensor whose shape depends on the values of its inputs, so no schedule "

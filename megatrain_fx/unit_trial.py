@@ -12,7 +12,15 @@ import torch
 from torch import nn
 
 from megatrain_fx.model_state import preserved
-from megatrain_fx.private_api import call_uncompiled, named_tensors, size_at, size_symbols, without_fake_mode
+from megatrain_fx.private_api import (
+    call_uncompiled,
+    named_tensors,
+    size_at,
+    size_symbols,
+    version_of,
+    with_autograd,
+    without_fake_mode,
+)
 from megatrain_fx.signature import Structure
 from megatrain_fx.unit_call import flatten_outputs
 from megatrain_fx.units import Unit
@@ -65,17 +73,20 @@ class UnitTrial:
         arguments: of the call.
         values: the tensors and sizes for which others stand in: normal random numbers where they are floating-point,
             0 where they are integers, true where they are booleans.
+        mutated: positions of the values that real runs have modified in place.
     """
 
     unit: Unit
     arguments: Structure
     values: Sequence[torch.Tensor | Size]
+    mutated: set[int] = dataclasses.field(default_factory=set)
 
     def run_really(self, originals: Originals, device: torch.device) -> tuple[list[torch.Tensor], Structure]:
-        """As `run`, with real tensors on `device`."""
-        return self._infer(
-            [self._run(scaling, originals.in_place(self.unit.module, device)) for scaling in self._scalings()]
-        )
+        """As `run`, with real tensors on `device`, and with autograd, which a unit may use in its forward."""
+        with with_autograd():
+            return self._infer(
+                [self._run(scaling, originals.in_place(self.unit.module, device)) for scaling in self._scalings()]
+            )
 
     def run(self) -> tuple[list[torch.Tensor], Structure]:
         """Fake tensors with the metadata of the unit's results, and their structure.
@@ -103,10 +114,13 @@ class UnitTrial:
                 _stand_in(v, scaling) if isinstance(v, torch.Tensor) else size_at(v, scaling) for v in self.values
             ]
             args, kwargs = self.arguments.rebuild(values)
+            before = _versions(values)
             try:
                 result = call_uncompiled(self.unit.module, *args, **kwargs)
             except Exception as error:
                 raise TrialError(f"on random inputs it failed with {type(error).__name__}: {error}") from error
+            after = _versions(values)
+        self.mutated.update(k for k, (old, new) in enumerate(zip(before, after, strict=True)) if old != new)
         return flatten_outputs(result, f"unit {self.unit.path}")
 
     def _infer(self, trials: list[tuple[list[torch.Tensor], Structure]]) -> tuple[list[torch.Tensor], Structure]:
@@ -131,6 +145,10 @@ class UnitTrial:
             if (size_at(size), size_at(size, scaling)) == (plain, scaled):
                 return size
         raise TrialError(f"how its results come by the size {plain} was not understood")
+
+
+def _versions(values: Sequence[torch.Tensor | int]) -> list[int]:
+    return [version_of(value) if isinstance(value, torch.Tensor) else 0 for value in values]
 
 
 def _stand_in(value: torch.Tensor, scaling: Scaling) -> torch.Tensor:

@@ -56,10 +56,15 @@ def test_parameters_on_an_accelerator(part: slice) -> None:
 
 @pytest.mark.cuda
 def test_moved_to_an_accelerator_after_compile() -> None:
-    model = megatrain.compile(perceptron())
-    model(features(device="cuda")).sum().backward()
-    with pytest.raises(megatrain.MegatrainError, match="compile"):
-        model.to("cuda")(features(device="cuda"))
+    """The model is where it is asked to go: nothing moves. A conversion is refused."""
+    pair = make_pair(perceptron, torch.device("cuda"))
+    for move in (lambda model: model.to("cuda"), lambda model: model.cuda(), lambda model: model.cpu()):
+        pair.step(features(device="cuda"))
+        move(pair.compiled)
+        assert all(parameter.device.type == "cpu" for parameter in pair.compiled.parameters())
+    pair.step(features(device="cuda"))
+    with pytest.raises(megatrain.ModelDeviceError, match="before megatrain.compile"):
+        pair.compiled.half()
 
 
 @pytest.mark.cuda

@@ -40,6 +40,17 @@ def test_the_state_of_an_attached_optimizer_is_counted() -> None:
     assert after.parameters == sum(parameter.numel() for parameter in pair.eager.parameters())
 
 
+def test_the_state_of_our_optimizer_is_counted() -> None:
+    pair = make_pair(perceptron)
+    optimizer = megatrain.optim.AdamW(pair.compiled)
+    assert optimizer.state_bytes == 0
+    pair.compiled(features()).sum().backward()
+    optimizer.step()
+    optimizer.synchronize()
+    report = megatrain.memory(pair.compiled)
+    assert 2 * report.parameter_bytes <= report.optimizer_bytes == optimizer.state_bytes < 4 * report.parameter_bytes
+
+
 @pytest.mark.parametrize("pin", ["register", "staging", "none"])
 def test_a_model_that_was_not_called_holds_its_parameters_only(pin: str) -> None:
     report = megatrain.memory(make_pair(perceptron, pin=pin).compiled)

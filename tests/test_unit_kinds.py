@@ -177,6 +177,19 @@ def test_inputs_modified_in_place(device: torch.device) -> None:
         pair.check()
 
 
+def test_inputs_modified_in_place_by_units_that_depend_on_values() -> None:
+    def function(unit: Wrapped, hidden: Tensor) -> Tensor:
+        return unit.linear(hidden.relu_() if hidden.sum().item() < 1e9 else hidden)
+
+    pair = make_pair(units(function))
+    for seed in range(2):
+        expected, actual = features(seed=seed), features(seed=seed)
+        for model, inputs in zip(pair.both, (expected, actual), strict=True):
+            model(inputs).square().sum().backward()
+        assert torch.equal(expected, actual)
+        pair.check()
+
+
 class Branches(nn.Module):
     """One activation is read by a unit, then modified in place by another, and used afterwards."""
 

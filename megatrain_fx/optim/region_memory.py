@@ -69,7 +69,7 @@ class RegionMemory:
         for place in held:
             self._offsets[place.name] = size
             size += -(-place.numel // _ALIGNMENT) * _ALIGNMENT
-        self._memory = {name: HostMemory(size * 4) for name in states}
+        self._memory: dict[str, HostMemory] = {name: HostMemory(size * 4) for name in states}
         flat = [memory.tensor(0, size, torch.float32) for memory in self._memory.values()]
         remainder = None
         if split and any(place.dtype is torch.bfloat16 for place in held):
@@ -78,6 +78,11 @@ class RegionMemory:
         self._views: dict[tuple[str, str], torch.Tensor] = {}
         self.update = native.UpdateTask(weights, gradients, flat, remainder, pool)
         self.norm = native.NormTask(gradients, pool)
+
+    @property
+    def bytes(self) -> int:
+        """Size of all state that was mapped."""
+        return sum(memory.size for memory in self._memory.values())
 
     def adopt(self, state: str, name: str, values: torch.Tensor | None) -> torch.Tensor:
         """Make one state of one parameter live here; returns its place, shaped like the parameter.

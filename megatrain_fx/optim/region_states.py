@@ -22,6 +22,11 @@ class RegionStates:
         self._memories: dict[int, RegionMemory] = {}
         self._versions: dict[str, int] = {}
 
+    @property
+    def bytes(self) -> int:
+        """Size of the memory of all regions."""
+        return sum(memory.bytes for memory in self._memories.values())
+
     def memory(self, store: HostStore, region: int) -> RegionMemory:
         """The memory of a region whose gradients are reserved."""
         memory = self._memories.get(region)

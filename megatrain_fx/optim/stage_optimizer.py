@@ -83,6 +83,11 @@ class StageOptimizer(torch.optim.Optimizer):
         """Steps that were skipped because the norm was infinite or NaN."""
         return self._steps.skipped
 
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of optimizer state allocated in host memory."""
+        return self._steps.states.bytes
+
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update every parameter that has a gradient and was not updated during the backward pass.
