@@ -189,6 +189,9 @@ class StageRunner:
         self, weights: Mapping[str, torch.Tensor], buffers: Mapping[str, torch.Tensor], inputs: Sequence[Any]
     ) -> tuple[Any, ...]:
         outputs: tuple[Any, ...] = self._stateless({**weights, **buffers}, inputs)
+        if torch.is_autocast_enabled(self._device.type) or torch.is_autocast_enabled("cpu"):
+            # autocast keeps what it casts until its region ends: the weights of every stage, in the end
+            torch.clear_autocast_cache()
         return outputs
 
 
