@@ -139,7 +139,7 @@ def compile_templates(program: Program, config: StreamConfig) -> dict[int, Compi
         if stages:
             stage, facts = program.stages[stages[0]], program.facts.stages[stages[0]]
             wanted = [name in facts.differentiable_inputs for name in stage.inputs]
-            differentiates, sizes_vary = program.training and facts.has_backward, program.captured.symbolic is not None
+            differentiates, sizes_vary = program.training and facts.has_backward, program.capture.symbolic is not None
             shared = CompiledTemplate(template, stage, wanted, differentiates, sizes_vary, config.device)
             compiled.update(dict.fromkeys(stages, shared))
     return compiled

@@ -83,7 +83,7 @@ def call(model: nn.Module, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         outputs: Sequence[Any] = StreamedStep.apply(streamed, program, token, *inputs)
     else:
         outputs = streamed.start(program, inputs)[1]
-    return program.captured.output_tree.unflatten(list(outputs))
+    return program.capture.output_tree.unflatten(list(outputs))
 
 
 def streamed_class(original: type[nn.Module]) -> type[nn.Module]:

@@ -28,7 +28,7 @@ class Program:
     """Everything that compiling found out about one kind of call; nothing in it has run.
 
     Attributes:
-        captured: the model as a graph of units and glue (``captured.graph_module``).
+        capture: the captured call: its graph, signature and output tree.
         stages: runs of that graph.
         traces: what was learnt of each stage on fake tensors.
         templates: the functions of the stages, one for all equal ones.
@@ -38,7 +38,7 @@ class Program:
         lowered: the final graph, and the schedule after every pass.
     """
 
-    captured: Captured
+    capture: Captured
     stages: tuple[Stage, ...]
     traces: tuple[StageTrace, ...]
     templates: tuple[Template, ...]
@@ -46,6 +46,11 @@ class Program:
     facts: ScheduleFacts
     passes: tuple[GraphTransform, ...]
     lowered: PassResult
+
+    @property
+    def captured(self) -> fx.GraphModule:
+        """The model as a graph: every call of a unit is one node, the glue between them is ATen."""
+        return self.capture.graph_module
 
     @property
     def graph_module(self) -> fx.GraphModule:

@@ -19,7 +19,7 @@ class ProgramCache:
         program = self._exact.get(signature)
         if program is None:
             for candidate in self._by_kind.get(signature.without_sizes(), ()):
-                if candidate.captured.accepts(signature):
+                if candidate.capture.accepts(signature):
                     self._exact[signature] = program = candidate
                     break
         return program

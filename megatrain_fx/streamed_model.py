@@ -196,7 +196,7 @@ class StreamedModel:
             if trains and self.optimizer is not None:
                 self.optimizer.end_backward(run.trained)
         run_accumulation_hooks(self.store.parameters, tuple(run.trained))
-        inputs = len(program.captured.signature.tensors)
+        inputs = len(program.capture.signature.tensors)
         return [run.gradients.get(f"grad.input.{position}") for position in range(inputs)]
 
     def _new_program(
@@ -267,7 +267,7 @@ class StreamedModel:
                 facts.differentiable_inputs,
                 self.config.device,
                 self._lanes.chaos,
-                program.captured.signature.modes.grad,
+                program.capture.signature.modes.grad,
             )
             template = compiled.get(stage.index)
             runners.append(StageRunner(*binding) if template is None else CompiledStageRunner(template, *binding))

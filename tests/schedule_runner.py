@@ -56,7 +56,7 @@ class ScheduleRunner:
         streamed = self._traced.streamed
         streamed._bound.clear()
         streamed.programs = ProgramCache()
-        streamed.programs.add(program.captured.signature, replace(program, lowered=changed))
+        streamed.programs.add(program.capture.signature, replace(program, lowered=changed))
         return self._step(self._traced.model)
 
     def _step(self, model: nn.Module) -> StepResult:

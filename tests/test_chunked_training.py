@@ -69,7 +69,7 @@ def test_compiled_templates_compile_the_chunks_too() -> None:
     model = LanguageModel(plain)
     eager = copy.deepcopy(model)
     program = megatrain.trace(model, *batch(), megatrain_options={**OPTIONS, "template": "inductor"})
-    (loss,) = [call for call in program.captured.unit_calls if isinstance(call, ChunkedLoss)]
+    (loss,) = [call for call in program.capture.unit_calls if isinstance(call, ChunkedLoss)]
     assert loss.settings.compiled
     model = megatrain.compile(model, **OPTIONS, template="inductor")
     assert_close(_train(model, 1), _train(eager, 1), 1e-5)
@@ -118,7 +118,7 @@ def test_evaluation_has_logits_and_training_has_them_on_request() -> None:
 def test_never_and_by_default_small_models_are_left_alone() -> None:
     for options in ({}, {"loss_chunk_bytes": None}):
         program = megatrain.trace(LanguageModel(plain), *batch(), megatrain_options={"device": "cpu", **options})
-        assert type(program.captured.unit_calls[-1]) is UnitCall
+        assert type(program.capture.unit_calls[-1]) is UnitCall
 
 
 @pytest.mark.parametrize(
