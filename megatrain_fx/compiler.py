@@ -1,5 +1,7 @@
 """The two entry points: ``compile`` a model to train it, ``trace`` a call to look at its schedule."""
 
+import dataclasses
+import inspect
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -7,7 +9,7 @@ import torch
 from torch import nn
 
 from megatrain_fx.capture import capture
-from megatrain_fx.config import make_config
+from megatrain_fx.config import StreamConfig, make_config
 from megatrain_fx.edge import STATE, streamed_class
 from megatrain_fx.errors import ConfigError, ModelDeviceError, NoParametersError
 from megatrain_fx.program import Program, build_program
@@ -68,14 +70,29 @@ def trace(model: nn.Module, *args: Any, megatrain_options: dict[str, Any] | None
         _check_model(model)
         _check_parameters(model, allowed=("cpu", "meta"))
     forward_class = streamed.forward_class if streamed else None
+    _check_keywords(forward_class or type(model), kwargs)
     captured = capture(model, args, kwargs, device=config.device, forward_class=forward_class)
     layout = streamed.store.layout if streamed and streamed.store else None
     return build_program(model, captured, config, layout)
 
 
+def _check_keywords(forward_class: type[nn.Module], kwargs: dict[str, Any]) -> None:
+    """Refuse options of the compiler among the arguments of the call."""
+    parameters = inspect.signature(forward_class.forward).parameters
+    options = [field.name for field in dataclasses.fields(StreamConfig)]
+    mistaken = [name for name in kwargs if name in options and name not in parameters]
+    if mistaken and not any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values()):
+        raise ConfigError(
+            f"{mistaken[0]!r} is no argument of {forward_class.__name__}.forward; to trace with this option, pass "
+            f"megatrain_options={{{mistaken[0]!r}: {kwargs[mistaken[0]]!r}}}"
+        )
+
+
 def _check_model(model: object) -> None:
     if not isinstance(model, nn.Module):
         raise ConfigError(f"compile takes a torch.nn.Module, not {type(model).__name__}")
+    if type(model).forward is nn.Module.forward:
+        raise ConfigError(f"{type(model).__name__} has no forward of its own; compile the model that calls it")
     if STATE in model.__dict__:
         raise ConfigError(f"this {type(model).__name__} is compiled already; compile a model once")
     for name, module in model.named_modules():
@@ -114,9 +131,13 @@ def synchronize(model: nn.Module) -> None:
     submodule (``model.head.weight``) right after a step needs this.
 
     Raises:
+        ConfigError: the model was not compiled.
         RuntimeError: an update failed.
     """
-    model.__dict__[STATE].synchronize()
+    streamed: StreamedModel | None = model.__dict__.get(STATE)
+    if streamed is None:
+        raise ConfigError(f"{type(model).__name__} is not compiled: call megatrain.compile(model) first")
+    streamed.synchronize()
 
 
 def device_of(model: nn.Module) -> torch.device:

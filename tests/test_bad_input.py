@@ -224,3 +224,18 @@ def test_schedule_texts(edit: Callable[[str], str], error: type[Exception]) -> N
     assert edit(text) != text
     with pytest.raises(error):
         megatrain.Schedule.parse(edit(text)).verify()
+
+
+def test_synchronize_of_a_model_that_is_not_compiled() -> None:
+    with pytest.raises(megatrain.ConfigError, match="not compiled"):
+        megatrain.synchronize(perceptron())
+
+
+def test_an_option_among_the_arguments_of_a_trace() -> None:
+    with pytest.raises(megatrain.ConfigError, match="megatrain_options"):
+        megatrain.trace(perceptron(), features(), slots=2)
+
+
+def test_a_module_without_a_forward() -> None:
+    with pytest.raises(megatrain.ConfigError, match="no forward"):
+        megatrain.compile(torch.nn.ModuleList([torch.nn.Linear(2, 2)]))

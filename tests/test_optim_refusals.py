@@ -165,3 +165,21 @@ def test_the_number_of_processors(tmp_path: Any) -> None:
     assert available_processors(quota=tmp_path / "cpu.max") == 1
     (tmp_path / "cpu.max").write_text("max 100000\n")
     assert available_processors(quota=tmp_path / "cpu.max") == available_processors(quota=tmp_path / "missing")
+
+
+def test_a_gradient_scaler_needs_updates_after_the_backward_pass() -> None:
+    model = compiled()
+    optimizer, scaler = optim.SGD(model, lr=0.1), torch.amp.GradScaler("cpu", init_scale=1024.0)
+    scaler.scale(loss_of(model, 0)).backward()
+    with pytest.raises(megatrain.OptimizerError, match="GradScaler .*during_backward=False"):
+        scaler.step(optimizer)
+
+
+def test_a_step_cannot_be_skipped_after_its_updates() -> None:
+    model = compiled()
+    optimizer = optim.AdamW(model, lr=0.01)
+    loss_of(model, 0).backward()
+    with pytest.raises(megatrain.OptimizerError, match="cannot be skipped.*during_backward=False"):
+        optimizer.zero_grad()
+    optimizer.step()
+    optimizer.zero_grad()

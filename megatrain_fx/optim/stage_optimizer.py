@@ -128,10 +128,33 @@ class StageOptimizer(torch.optim.Optimizer):
         self._steps.synchronize()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget all gradients, or set them to zero once no update is pending that reads them."""
+        """Forget all gradients, or set them to zero once no update is pending that reads them.
+
+        Raises:
+            OptimizerError: updates were made during the backward pass, and ``step()`` was not called since.
+        """
+        if self._steps.record.versions:
+            raise OptimizerError(
+                "parameters were updated during backward() already, so this step cannot be skipped: call step() before "
+                "zero_grad(), or make the optimizer with during_backward=False"
+            )
         if not set_to_none:
             self.synchronize()
         super().zero_grad(set_to_none)
+
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        """Asked by ``torch.amp.GradScaler.step``: gradients are unscaled only after the backward pass.
+
+        Raises:
+            OptimizerError: updates were made with scaled gradients.
+        """
+        if self._options.during_backward and not self.measures_norm:
+            raise OptimizerError(
+                "GradScaler unscales gradients after the backward pass, but parameters are updated during it: make the "
+                "optimizer with during_backward=False (bfloat16 needs no GradScaler)"
+            )
+        return False
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Train more parameters of the model.
