@@ -10,8 +10,8 @@ _QUOTA = Path("/sys/fs/cgroup/cpu.max")
 def available_processors(quota: Path = _QUOTA) -> int:
     """Hardware threads given to the process, by its affinity and its control group's quota; at least 1.
 
-    One core's two hardware threads keep more of memory in flight than one does: on an H200 host 16 threads on 8 cores
-    move 105 to 118 GB/s, 8 threads 77 to 92.
+    Every thread keeps some memory in flight, so all are used: on an H200 host with 16 of them, 16 threads moved 93 to
+    118 GB/s, 8 threads 76 to 92 (two runs; whether pairs of them shared a core was not looked at).
 
     Args:
         quota: the control group's allowance: microseconds of processor time a period, or "max", and the period.
