@@ -70,7 +70,9 @@ class AccumulateTask(Task):
         Raises:
             ValueError: a tensor is none of that.
         """
-    def set_segments(self, segments: Sequence[tuple[int, int, torch.dtype, int]]) -> None:
+    def set_segments(
+        self, segments: Sequence[tuple[int, int, torch.dtype, int]], rows: torch.Tensor | None = None
+    ) -> None:
         """Says what the next run of this task does, in order.
 
         Not synchronised with a run in progress: call it before the instruction is issued, or in an operation that
@@ -79,9 +81,11 @@ class AccumulateTask(Task):
         Args:
             segments: (byte offset in both regions, number of elements, their dtype, mode). Mode 0 skips, 1 copies
                 the slab over the gradient, 2 adds it with the rounding of `torch.Tensor.add_` of that dtype.
+            rows: uint8, one for each row of the only segment, which is added or skipped; rows for which it is zero when
+                the task runs are left alone. All rows by default.
 
         Raises:
-            ValueError: a segment is misaligned or outside a region, or a mode is unknown.
+            ValueError: a segment is misaligned or outside a region, a mode is unknown, or rows do not fit the segment.
         """
     def run(self) -> None:
         """Does it now, on the calling thread."""
@@ -473,17 +477,25 @@ class UpdateTask(Task):
         Raises:
             ValueError: a tensor is none of that.
         """
-    def set(self, segments: Sequence[tuple[int, int, int, torch.dtype, int]], updates: Sequence[Update]) -> None:
+    def set(
+        self,
+        segments: Sequence[tuple[int, int, int, torch.dtype, int]],
+        updates: Sequence[Update],
+        rows: torch.Tensor | None = None,
+        chosen: bool = True,
+    ) -> None:
         """Says what the next runs do; blocks, without the GIL, while a run is in progress.
 
         Args:
             segments: (byte offset in weights and gradients, element offset in the state, number of elements, their
                 dtype, position in `updates`).
             updates: one for each group of parameters.
+            rows: uint8, one for each row of the only segment, read when the task runs. All rows by default.
+            chosen: update the rows for which it is not zero, or the others.
 
         Raises:
             ValueError: a segment is misaligned, outside, of another type than float32 and bfloat16, or lacks the state
-                that its update needs.
+                that its update needs; or rows do not fit the segment.
         """
     def run(self) -> None:
         """Does it now, on the calling thread and the pool."""

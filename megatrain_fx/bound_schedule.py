@@ -9,9 +9,10 @@ import torch
 from megatrain_fx.device_buffers import DeviceBuffers
 from megatrain_fx.extension import runtime as native
 from megatrain_fx.homecoming import Homecoming, Journey, find_journeys
-from megatrain_fx.ir import BufferKind, Lane, Op, Operation, kind_of, number_of
+from megatrain_fx.ir import BufferKind, Lane, Op, Operation, Rows, kind_of, number_of, rows_of
 from megatrain_fx.program import Program
 from megatrain_fx.region_updater import RegionUpdater
+from megatrain_fx.row_selection import RowSelection, RowSelector
 from megatrain_fx.run import Run
 from megatrain_fx.schedule import Schedule
 from megatrain_fx.stage_runner import StageRunner
@@ -65,8 +66,14 @@ class BoundSchedule:
         self._pin = buffers.pin
         self._optimizer = None if optimizer is None else weakref.ref(optimizer)  # its user may drop it
         self._chaos = lanes.chaos
+        self._device = lanes.device
         self._journeys = {journey.accumulate: journey for journey in find_journeys(schedule)}
         self._evacuations = {journey.evacuate: journey for journey in self._journeys.values()}
+        self._selectors = {
+            number_of(operation.writes[0]): self._selector(operation, number_of(operation.writes[0]))
+            for operation in schedule
+            if operation.op is Op.SELECT
+        }
         self._homecomings: defaultdict[int, list[Homecoming]] = defaultdict(list)
         arrivals = {index: self._bind_journey(journey) for index, journey in self._journeys.items()}
         # what follows a clip is run by the caller's optimizer.step()
@@ -96,9 +103,23 @@ class BoundSchedule:
         places = {p.name: p for p in self._program.layout.regions[journey.region].places if p.name in trainable}
         views = {name: place.view(device) for name, place in places.items()}
         destination = native.Destination(host[:size])
-        homecoming = Homecoming(journey.region, destination, task, host[:size], home, places, views, self._pin)
+        selection = self._selection(journey)
+        homecoming = Homecoming(
+            journey.region, destination, task, host[:size], home, places, views, self._pin, selection
+        )
         self._homecomings[journey.backward].append(homecoming)
         return homecoming
+
+    def _selector(self, operation: Operation, region: int) -> RowSelector:
+        (place,) = self._program.layout.regions[region].places
+        return RowSelector.of(operation.reads[0], place.shape[0], self._device)
+
+    def _selection(self, journey: Journey) -> RowSelection | None:
+        """The rows to be updated next once these gradients are home."""
+        accumulated = {rows_of(name) for name in self._schedule.operations[journey.accumulate].writes}
+        if Rows.ALL in accumulated:
+            return None
+        return RowSelection(self._selectors[journey.region].rows, chosen=Rows.REST not in accumulated)
 
     def _stage(self, index: int) -> int:
         stage = self._schedule.operations[index].stage
@@ -155,7 +176,7 @@ class BoundSchedule:
             norm = optimizer.norm_task(region)
             assert norm is not None
             return norm
-        update = optimizer.update_task(region)
+        update = optimizer.update_task(region, rows_of(operation.writes[0]))
         assert update is not None
         gate, priority = self._store.gate(region), optimizer.priority(region)
         return native.SubmitTask(optimizer.queue, priority, update, gate, f"the update of weights.{region}")
@@ -176,6 +197,8 @@ class BoundSchedule:
             return None
         if operation.op is Op.YIELD:
             return lambda run: run.hand_over(operation.reads)
+        if operation.op is Op.SELECT:
+            return self._selectors[number_of(operation.writes[0])].select
         runner = self._runners[self._stage(index)]
         if operation.op is Op.CHECKPOINT:
             return runner.checkpoint
@@ -210,6 +233,6 @@ class BoundSchedule:
             for homecoming in homecomings:
                 homecoming.send(gradients, run.homes)
                 if optimizer is not None:
-                    optimizer.narrow(homecoming.region, run.trained.keys())
+                    optimizer.narrow(homecoming.region, run.trained.keys(), homecoming.selection)
 
         return backward

@@ -31,6 +31,19 @@ class RegionFacts:
 
 
 @dataclass(frozen=True)
+class Lookup:
+    """A region that holds one matrix, of which a stage only looks up rows.
+
+    Attributes:
+        region: its number.
+        indices: name of the stage's input that holds the numbers of the rows.
+    """
+
+    region: int
+    indices: str
+
+
+@dataclass(frozen=True)
 class StageFacts:
     """One stage of the captured graph.
 
@@ -43,6 +56,7 @@ class StageFacts:
         outputs: names of the values it computes that are used later.
         differentiable_inputs: inputs whose gradients it must deliver.
         differentiable_outputs: outputs that may receive a gradient.
+        lookups: trainable regions of which it only looks up rows.
     """
 
     template: int
@@ -53,6 +67,7 @@ class StageFacts:
     outputs: tuple[str, ...]
     differentiable_inputs: tuple[str, ...] = ()
     differentiable_outputs: tuple[str, ...] = ()
+    lookups: tuple[Lookup, ...] = ()
 
     @property
     def has_backward(self) -> bool:

@@ -14,7 +14,7 @@ from torch import fx
 
 from megatrain_fx.errors import PassError
 from megatrain_fx.facts import ScheduleFacts
-from megatrain_fx.ir import BufferKind, Lane, Op, Operation, View, kind_of, number_of
+from megatrain_fx.ir import BufferKind, Lane, Op, Operation, View, kind_of, number_of, whole
 from megatrain_fx.schedule import Schedule
 
 FACTS = "megatrain_facts"
@@ -43,6 +43,11 @@ def checkpoint(*sources: Any, **fields: Any) -> None:
 def forward(*sources: Any, **fields: Any) -> None:
     """Run the template of a stage."""
     _refuse("forward")
+
+
+def select(*sources: Any, **fields: Any) -> None:
+    """Tell the rows of a region that a stage looks up from the others."""
+    _refuse("select")
 
 
 def yield_(*sources: Any, **fields: Any) -> None:
@@ -95,6 +100,7 @@ _TARGETS: dict[Op, Callable[..., None]] = {
     Op.LOAD: load,
     Op.CHECKPOINT: checkpoint,
     Op.FORWARD: forward,
+    Op.SELECT: select,
     Op.YIELD: yield_,
     Op.RECOMPUTE: recompute,
     Op.BACKWARD: backward,
@@ -243,7 +249,7 @@ def _sizes(module: fx.GraphModule, operations: Sequence[Operation]) -> tuple[tup
     sizes: dict[str, int] = {}
     arriving: dict[str, int] = {}
     for operation in reversed(operations):
-        source, target = (*operation.reads, "")[0], (*operation.writes, "")[0]
+        source, target = whole((*operation.reads, "")[0]), whole((*operation.writes, "")[0])
         if operation.op is Op.PREFETCH:
             sizes[source] = arriving[target] = regions[number_of(source)].bytes
         elif operation.op is Op.UPDATE:

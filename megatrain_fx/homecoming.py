@@ -9,6 +9,7 @@ from megatrain_fx.extension import runtime as native
 from megatrain_fx.ir import BufferKind, Op, kind_of, number_of
 from megatrain_fx.layout import Place
 from megatrain_fx.private_api import foreach_copy
+from megatrain_fx.row_selection import RowSelection
 from megatrain_fx.schedule import Schedule
 from megatrain_fx.store import ADD, COPY, SKIP
 
@@ -52,6 +53,8 @@ class Homecoming:
         places: place of each trainable parameter of the region, by name.
         views: the same places in the device slab.
         pin: gets the host slab ready for its first use.
+        selection: rows that the update needs which is due once these gradients are home; all by default. If the rows
+            that the step looks up, the gradients of all others are zero.
     """
 
     region: int
@@ -62,6 +65,7 @@ class Homecoming:
     places: Mapping[str, Place]
     views: Mapping[str, torch.Tensor]
     pin: Callable[[torch.Tensor], None]
+    selection: RowSelection | None = None
 
     def send(self, gradients: Mapping[str, torch.Tensor], homes: dict[str, int]) -> None:
         """Write gradients into the slab, and say how each is to meet what the store holds.
@@ -83,5 +87,6 @@ class Homecoming:
         if not direct:
             self.pin(self.slab)
         self.evacuation.target = self.home if direct else self.slab
-        self.accumulation.set_segments([] if direct else segments)
+        looked_up = self.selection if self.selection is not None and self.selection.chosen else None
+        self.accumulation.set_segments([] if direct else segments, None if looked_up is None else looked_up.rows)
         homes.update(dict.fromkeys(present, ADD))

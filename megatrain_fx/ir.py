@@ -29,6 +29,7 @@ class Op(enum.Enum):
     LOAD = "load"
     CHECKPOINT = "checkpoint"
     FORWARD = "forward"
+    SELECT = "select"
     YIELD = "yield"
     RECOMPUTE = "recompute"
     BACKWARD = "backward"
@@ -56,8 +57,21 @@ class BufferKind(enum.Enum):
     WEIGHTS = "weights"
     GRADIENTS = "gradients"
     NORM = "norm"
+    ROWS = "rows"
     SCALE = "scale"
     PARAMETER = "parameter"
+
+
+class Rows(enum.Enum):
+    """Which rows of a region a name stands for. The value is what follows the region in its printed name.
+
+    A region of which one stage only looks up rows (a tied embedding) may be named in two parts, ``weights.0.rows`` and
+    ``weights.0.rest``: the rows that this step looks up, and the others. They are disjoint.
+    """
+
+    ALL = ""
+    CHOSEN = ".rows"
+    REST = ".rest"
 
 
 _PREFIXES = {kind.value: kind for kind in BufferKind if kind is not BufferKind.VALUE}
@@ -76,6 +90,25 @@ def kind_of(name: str) -> BufferKind:
 def number_of(name: str) -> int:
     """The number of a slot, slab or host region: 3 for ``weights.3`` and for ``slab.3.host``."""
     return int(name.split(".")[1])
+
+
+def is_hosted(name: str) -> bool:
+    """Whether a name stands for a host region's weights or gradients, or a part of them."""
+    return kind_of(name) in (BufferKind.WEIGHTS, BufferKind.GRADIENTS)
+
+
+def whole(name: str) -> str:
+    """The name of all of a host region: ``weights.0`` for ``weights.0.rows``; any other name as it is."""
+    return ".".join(name.split(".")[:2]) if is_hosted(name) else name
+
+
+def rows_of(name: str) -> Rows:
+    """The rows that the name of a host region stands for.
+
+    Raises:
+        ValueError: there is no such part.
+    """
+    return Rows(name[len(whole(name)) :])
 
 
 def value_name(stage: int, position: int) -> str:

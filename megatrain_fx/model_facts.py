@@ -1,15 +1,16 @@
 """Derives what the passes may know (:class:`ScheduleFacts`) from stages, their traces and the layout."""
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import torch
 from torch import nn
 
 from megatrain_fx.config import StreamConfig
-from megatrain_fx.facts import RegionFacts, ScheduleFacts, StageFacts
+from megatrain_fx.facts import Lookup, RegionFacts, ScheduleFacts, StageFacts
 from megatrain_fx.ir import View
 from megatrain_fx.layout import Layout, Place
+from megatrain_fx.lookups import looked_up
 from megatrain_fx.stage_trace import StageTrace, trace_stage
 from megatrain_fx.stages import Stage, StagedGraph
 from megatrain_fx.templates import Template
@@ -59,10 +60,11 @@ def describe(
         training: whether a backward pass is wanted.
     """
     places = layout.places
-    template_of = {stage: template.index for template in templates for stage in template.stages}
+    template_of = {stage: template for template in templates for stage in template.stages}
+    alone = {region.places[0].name for region in layout.regions if len(region.places) == 1}
     stages = tuple(
         _describe_stage(
-            stage, template_of[stage.index], differentiable if training else frozenset(), places, parameter_names
+            stage, template_of[stage.index], differentiable if training else frozenset(), places, parameter_names, alone
         )
         for stage in staged.stages
     )
@@ -78,15 +80,17 @@ def describe(
 
 def _describe_stage(
     stage: Stage,
-    template: int,
+    template: Template,
     differentiable: frozenset[str],
     places: Mapping[str, Place],
     parameter_names: Mapping[int, str],
+    alone: Collection[str],
 ) -> StageFacts:
+    """The facts of one stage; ``alone`` names the parameters that have a region to themselves."""
     used = [(places[parameter_names[id(p)]], p) for _, p in stage.parameters]
     trainable = {place.region for place, p in used if p.requires_grad}
     return StageFacts(
-        template=template,
+        template=template.index,
         regions=tuple(sorted({place.region for place, _ in used})),
         trainable_regions=tuple(sorted(trainable)),
         views=tuple((printable(place.name), view_of(place)) for place, _ in used),
@@ -94,7 +98,25 @@ def _describe_stage(
         outputs=stage.outputs,
         differentiable_inputs=tuple(name for name in stage.inputs if name in differentiable),
         differentiable_outputs=tuple(name for name in stage.outputs if name in differentiable),
+        lookups=_lookups(stage, template, used, alone),
     )
+
+
+def _lookups(
+    stage: Stage, template: Template, used: Sequence[tuple[Place, nn.Parameter]], alone: Collection[str]
+) -> tuple[Lookup, ...]:
+    if template.joint is None:
+        return ()
+    indices = looked_up(template.joint.graph, len(used))
+    first_input = len(used) + len(list(stage.module.named_buffers()))
+    found = []
+    for number, (place, parameter) in enumerate(used):
+        position = indices.get(number, -1) - first_input
+        if position < 0 or not parameter.requires_grad or place.name not in alone:
+            continue
+        if place.stride == (place.shape[1], 1):
+            found.append(Lookup(place.region, stage.inputs[position]))
+    return tuple(found)
 
 
 def view_of(place: Place) -> View:

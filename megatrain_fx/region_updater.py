@@ -6,6 +6,8 @@ from collections.abc import Collection
 from typing import Protocol
 
 from megatrain_fx.extension import runtime as native
+from megatrain_fx.ir import Rows
+from megatrain_fx.row_selection import RowSelection
 
 
 class RegionUpdater(Protocol):
@@ -23,8 +25,8 @@ class RegionUpdater(Protocol):
     def measures_norm(self) -> bool:
         """Whether gradients are measured as they come home, to be clipped later."""
 
-    def update_task(self, region: int) -> native.Task | None:
-        """The optimizer's step of a region; None if it trains nothing there."""
+    def update_task(self, region: int, rows: Rows = Rows.ALL) -> native.Task | None:
+        """The optimizer's step of a region, or of a part of it; None if it trains nothing there."""
 
     def norm_task(self, region: int) -> native.Task | None:
         """The sum of squares of a region's gradients; None if it trains nothing there."""
@@ -35,8 +37,14 @@ class RegionUpdater(Protocol):
     def begin_backward(self, names: Collection[str]) -> None:
         """Get ready for a backward pass that may give gradients to these parameters."""
 
-    def narrow(self, region: int, names: Collection[str]) -> None:
-        """Learn, before a region is measured or updated, which parameters have received gradients in this pass."""
+    def narrow(self, region: int, names: Collection[str], selection: RowSelection | None = None) -> None:
+        """Learn, before a region is measured or updated, which parameters have received gradients in this pass.
+
+        Args:
+            region: its number.
+            names: of the parameters.
+            selection: the rows of its only parameter that are next to be updated; all by default.
+        """
 
     def end_backward(self, names: Collection[str]) -> None:
         """Learn which parameters received gradients."""

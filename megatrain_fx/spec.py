@@ -1,10 +1,11 @@
 """The specification of legal schedules: proves that a schedule cannot race, deadlock, or read what was not written.
 
-Four layers, each a small file: the operands of each op (:mod:`.spec_operands`); what every buffer holds when the
-operations run in issue order (:mod:`.spec_contents`); how gradients come home in that order (:mod:`.spec_gradients`);
-and here the happens-before analysis: if every pair of conflicting accesses is ordered by lanes and dependencies, then
-every execution gives what issue order gives. Deadlock is impossible when operations wait only for earlier ones, since
-lanes are first-in first-out and are filled in issue order.
+Layers, each a small file: the operands of each op (:mod:`.spec_operands`); the parts in which a region may be named
+(:mod:`.spec_rows`); what every buffer holds when the operations run in issue order (:mod:`.spec_contents`); how
+gradients come home in that order (:mod:`.spec_gradients`) and when the optimizer's step may come
+(:mod:`.spec_updates`); and here the happens-before analysis: if every pair of conflicting accesses is ordered by lanes
+and dependencies, then every execution gives what issue order gives. Deadlock is impossible when operations wait only
+for earlier ones, since lanes are first-in first-out and are filled in issue order.
 """
 
 from collections import defaultdict
@@ -17,6 +18,7 @@ from megatrain_fx.schedule import Schedule
 from megatrain_fx.spec_contents import ContentRules
 from megatrain_fx.spec_gradients import GradientRules
 from megatrain_fx.spec_operands import check_operands
+from megatrain_fx.spec_rows import RowRules
 from megatrain_fx.spec_updates import UpdateRules
 
 _CONTEXT_LINES = 12
@@ -39,10 +41,12 @@ def verify(schedule: Schedule) -> None:
         if broken := check_operands(schedule, operation):
             raise ScheduleError(explain(schedule, index, broken))
     contents, gradients, updates = ContentRules(schedule), GradientRules(schedule), UpdateRules(schedule)
+    rows = RowRules(schedule)
     races = RaceCheck(schedule.operations)
     for index, operation in enumerate(schedule.operations):
         broken = (
-            contents.step(index, operation)
+            rows.step(operation)
+            or contents.step(index, operation)
             or gradients.step(index, operation)
             or updates.step(index, operation)
             or races.step(index, operation)

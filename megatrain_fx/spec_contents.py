@@ -2,7 +2,7 @@
 
 from collections import defaultdict
 
-from megatrain_fx.ir import BufferKind, Op, Operation, kind_of
+from megatrain_fx.ir import BufferKind, Op, Operation, kind_of, whole
 from megatrain_fx.schedule import Schedule
 
 _GIVEN = (BufferKind.INPUT, BufferKind.WEIGHTS, BufferKind.GRADIENTS)
@@ -138,7 +138,7 @@ class ContentRules:
         self._holds.update(dict.fromkeys((n for n in operation.writes if kind_of(n) not in _GIVEN), index))
         stage = operation.stage if operation.stage is not None else -1
         if operation.op is Op.PREFETCH:
-            self._region[operation.writes[0]] = operation.reads[0]
+            self._region[operation.writes[0]] = whole(operation.reads[0])
         elif operation.op is Op.LOAD:
             slot = operation.reads[0]
             self._loaded[stage].add((slot, operation.writes[0], self._holds[slot]))

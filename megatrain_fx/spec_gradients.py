@@ -28,9 +28,12 @@ class GradientRules:
         self._latest: dict[str, int] = {}  # region -> backward whose gradients were added last
         self._backwards: set[int] = set()
         self._regions: defaultdict[int, set[int]] = defaultdict(set)
+        self._selectors: dict[int, int] = {}  # region -> the only stage that may train its selected rows alone
         for operation in schedule:
             if operation.view is not None and operation.stage is not None:
                 self._regions[operation.stage].add(number_of(operation.view.region))
+            if operation.op is Op.SELECT and operation.stage is not None:
+                self._selectors[number_of(operation.writes[0])] = operation.stage
 
     def step(self, index: int, operation: Operation) -> str | None:
         """What is wrong with an operation at this point, or None. Its buffers are known to hold something."""
@@ -63,15 +66,17 @@ class GradientRules:
         return None
 
     def _add(self, operation: Operation) -> str | None:
-        gradients, region = self._slabs[operation.reads[0]], operation.writes[0]
-        if number_of(region) not in self._regions[gradients.stage]:
-            return (
-                f"{operation.reads[0]} holds gradients of stage.{gradients.stage}, which has no parameter in {region}"
-            )
-        latest = self._latest.get(region, -1)
+        gradients, region = self._slabs[operation.reads[0]], number_of(operation.writes[0])
+        held = f"{operation.reads[0]} holds gradients of stage.{gradients.stage}"
+        if region not in self._regions[gradients.stage]:
+            return f"{held}, which has no parameter in gradients.{region}"
+        if len(operation.reads) > 1 and self._selectors.get(region) != gradients.stage:
+            return f"{held}, which trains all rows of gradients.{region}, not only those that another stage looks up"
+        latest = max(self._latest.get(name, -1) for name in operation.writes)
         if gradients.index <= latest:
-            return f"the gradients of %{gradients.index} are added to {region} after those of the later %{latest}"
-        self._latest[region] = gradients.index
+            added = " and ".join(operation.writes)
+            return f"the gradients of %{gradients.index} are added to {added} after those of the later %{latest}"
+        self._latest.update(dict.fromkeys(operation.writes, gradients.index))
         return None
 
     def _release(self, operation: Operation) -> str | None:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
-from megatrain_fx.ir import BufferKind, Lane, Op, Operation, kind_of
+from megatrain_fx.ir import BufferKind, Lane, Op, Operation, kind_of, whole
 from megatrain_fx.schedule import Schedule
 
 K = BufferKind
@@ -23,7 +23,7 @@ class Operands:
 
 
 RULES: dict[Op, Operands] = {
-    Op.PREFETCH: Operands((Lane.H2D,), {K.WEIGHTS: (1, 1)}, {K.SLOT: (1, 1)}),
+    Op.PREFETCH: Operands((Lane.H2D,), {K.WEIGHTS: (1, 2)}, {K.SLOT: (1, 1)}),
     Op.LOAD: Operands((Lane.COMPUTE,), {K.SLOT: (1, 1)}, {K.PARAMETER: (1, 1)}, has_stage=True),
     Op.CHECKPOINT: Operands(
         (Lane.COMPUTE,), {K.INPUT: (0, _ANY), K.VALUE: (0, _ANY)}, {K.CHECKPOINT: (1, 1)}, has_stage=True
@@ -34,6 +34,7 @@ RULES: dict[Op, Operands] = {
         {K.VALUE: (0, _ANY), K.TAPE: (0, 1)},
         has_stage=True,
     ),
+    Op.SELECT: Operands((Lane.COMPUTE,), {K.INPUT: (0, 1), K.VALUE: (0, 1)}, {K.ROWS: (1, 1)}, has_stage=True),
     Op.YIELD: Operands((Lane.COMPUTE,), {K.INPUT: (0, _ANY), K.VALUE: (0, _ANY)}, {K.GRADIENT_VALUE: (0, _ANY)}),
     Op.RECOMPUTE: Operands(
         (Lane.COMPUTE,), {K.SLOT: (0, _ANY), K.CHECKPOINT: (1, 1)}, {K.TAPE: (1, 1)}, has_stage=True
@@ -45,10 +46,10 @@ RULES: dict[Op, Operands] = {
         has_stage=True,
     ),
     Op.EVACUATE: Operands((Lane.D2H,), {K.SLAB: (1, 1)}, {K.SLAB: (1, 1)}),
-    Op.ACCUMULATE: Operands((Lane.HOST,), {K.SLAB: (1, 1)}, {K.GRADIENTS: (1, 1)}),
+    Op.ACCUMULATE: Operands((Lane.HOST,), {K.SLAB: (1, 1), K.ROWS: (0, 1)}, {K.GRADIENTS: (1, 2)}),
     Op.NORM: Operands((Lane.HOST,), {K.GRADIENTS: (1, 1)}, {K.NORM: (1, 1)}),
     Op.CLIP: Operands((Lane.HOST,), {K.NORM: (1, _ANY)}, {K.SCALE: (1, 1)}),
-    Op.UPDATE: Operands((Lane.OPTIMIZER,), {K.GRADIENTS: (1, 1), K.SCALE: (0, 1)}, {K.WEIGHTS: (1, 1)}),
+    Op.UPDATE: Operands((Lane.OPTIMIZER,), {K.GRADIENTS: (1, 1), K.ROWS: (0, 1), K.SCALE: (0, 1)}, {K.WEIGHTS: (1, 1)}),
     Op.RELEASE: Operands(
         (Lane.COMPUTE, Lane.H2D, Lane.D2H, Lane.HOST),
         dict.fromkeys((K.SLOT, K.SLAB, K.VALUE, K.GRADIENT_VALUE, K.CHECKPOINT, K.TAPE), (0, _ANY)),
@@ -70,7 +71,7 @@ def check_operands(schedule: Schedule, operation: Operation) -> str | None:
         _check_kinds(operation.op, "read", operation.reads, rule.reads)
         or _check_kinds(operation.op, "write", operation.writes, rule.writes)
         or _check_sides(operation)
-        or _check_allocated(schedule, operation)
+        or _check_whole(schedule, operation)
         or _check_fit(schedule, operation)
     )
 
@@ -102,11 +103,11 @@ def _check_sides(operation: Operation) -> str | None:
     return None
 
 
-def _check_allocated(schedule: Schedule, operation: Operation) -> str | None:
+def _check_whole(schedule: Schedule, operation: Operation) -> str | None:
     buffers = schedule.buffers
     for name in (*operation.reads, *operation.writes):
-        if kind_of(name) in _ALLOCATED and name not in buffers:
-            return f"{name} is not allocated; declare it above the operations as '{name} <size> bytes'"
+        if kind_of(name) in _ALLOCATED and whole(name) not in buffers:
+            return f"{name} is not allocated; declare it above the operations as '{whole(name)} <size> bytes'"
     return None
 
 
@@ -114,7 +115,7 @@ def _check_fit(schedule: Schedule, operation: Operation) -> str | None:
     """A flat copy must fit where it goes, and a view must lie within its region."""
     buffers = schedule.buffers
     if operation.op in (Op.PREFETCH, Op.EVACUATE, Op.ACCUMULATE):
-        source, target = operation.reads[0], operation.writes[0]
+        source, target = whole(operation.reads[0]), whole(operation.writes[0])
         fits = (
             buffers[target] <= buffers[source] if operation.op is Op.ACCUMULATE else buffers[source] <= buffers[target]
         )

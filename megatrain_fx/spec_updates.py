@@ -14,9 +14,9 @@ class UpdateRules:
         self._last_prefetch: dict[str, int] = {}
         for index, operation in enumerate(schedule):
             if operation.op is Op.ACCUMULATE:
-                self._last_accumulate[operation.writes[0]] = index
+                self._last_accumulate.update(dict.fromkeys(operation.writes, index))
             elif operation.op is Op.PREFETCH:
-                self._last_prefetch[operation.reads[0]] = index
+                self._last_prefetch.update(dict.fromkeys(operation.reads, index))
         self._measured = [o.writes[0] for o in schedule if o.op is Op.NORM]
         self._updates: defaultdict[str, int] = defaultdict(int)
 

@@ -17,6 +17,7 @@ from megatrain_fx.passes.insert_updates import insert_updates
 from megatrain_fx.passes.lower_stages import lower_stages
 from megatrain_fx.passes.prune_dependencies import prune_dependencies
 from megatrain_fx.passes.release_values import release_values
+from megatrain_fx.passes.split_updates import split_updates
 from megatrain_fx.passes.stream_weights import stream_weights
 
 __all__ = [
@@ -31,6 +32,7 @@ __all__ = [
     "pipeline",
     "prune_dependencies",
     "release_values",
+    "split_updates",
     "stream_weights",
 ]
 
@@ -47,6 +49,7 @@ def pipeline(custom: Sequence[GraphTransform | SchedulePass] = ()) -> tuple[Sche
         SchedulePass(assign_slabs, frozenset({Property.EVACUATED}), frozenset({Property.SLABS_ASSIGNED})),
         SchedulePass(hoist_prefetches, frozenset({Property.SLOTS_ASSIGNED})),
         SchedulePass(insert_updates, frozenset({Property.EVACUATED})),
+        SchedulePass(split_updates, frozenset({Property.SLABS_ASSIGNED})),
         *(one if isinstance(one, SchedulePass) else SchedulePass(one) for one in custom),
         SchedulePass(
             add_dependencies,

@@ -1,6 +1,8 @@
 // AccumulateTask: moves one stage's gradients from a pinned slab into the host store's gradient region.
 #include "accumulate.h"
 
+#include <ATen/Dispatch.h>
+#include <ATen/Parallel.h>
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/ops/from_blob.h>
 
@@ -11,6 +13,9 @@
 namespace megatrain {
 
 namespace {
+
+// Fewer than these are added by one thread.
+constexpr std::int64_t kRowsPerTask = 256;
 
 void check_bytes(const at::Tensor& tensor, const char* role) {
   if (!tensor.device().is_cpu() || tensor.scalar_type() != at::kByte || tensor.dim() != 1 ||
@@ -32,6 +37,19 @@ bool holds(const at::Tensor& bytes, const Segment& segment) {
          reinterpret_cast<std::uintptr_t>(address(bytes, segment)) % c10::elementSize(segment.dtype) == 0;
 }
 
+void check_rows(const at::Tensor& rows, const std::vector<Segment>& segments) {
+  if (!rows.device().is_cpu() || rows.scalar_type() != at::kByte || rows.dim() != 1 ||
+      !rows.is_contiguous()) {
+    throw std::invalid_argument("selected rows must be a contiguous one-dimensional uint8 CPU tensor");
+  }
+  if (segments.empty()) return;
+  const Segment& first = segments.front();
+  const bool single = segments.size() == 1 && first.mode != AccumulateMode::copy;
+  if (single && rows.numel() > 0 && first.count % rows.numel() == 0) return;
+  throw std::invalid_argument(
+      "rows can be selected of a single segment that is added and that they divide evenly");
+}
+
 }  // namespace
 
 AccumulateTask::AccumulateTask(at::Tensor slab, at::Tensor gradient)
@@ -40,9 +58,11 @@ AccumulateTask::AccumulateTask(at::Tensor slab, at::Tensor gradient)
   check_bytes(gradient_, "gradient");
 }
 
-void AccumulateTask::set_segments(std::vector<Segment> segments) {
+void AccumulateTask::set_segments(std::vector<Segment> segments, std::optional<at::Tensor> rows) {
   for (const Segment& segment : segments) check(segment);
+  if (rows) check_rows(*rows, segments);
   segments_ = std::move(segments);
+  rows_ = std::move(rows);
 }
 
 void AccumulateTask::check(const Segment& segment) const {
@@ -58,10 +78,31 @@ at::Tensor AccumulateTask::view(const at::Tensor& bytes, const Segment& segment)
   return at::from_blob(address(bytes, segment), {segment.count}, at::TensorOptions(segment.dtype));
 }
 
+void AccumulateTask::add_rows(const Segment& segment) const {
+  const std::uint8_t* rows = rows_->const_data_ptr<std::uint8_t>();
+  const std::int64_t size = segment.count / rows_->numel();
+  AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, segment.dtype, "add_rows", [&] {
+    auto* gradient = reinterpret_cast<scalar_t*>(address(gradient_, segment));
+    const auto* slab = reinterpret_cast<const scalar_t*>(address(slab_, segment));
+    at::parallel_for(0, rows_->numel(), kRowsPerTask, [&](std::int64_t begin, std::int64_t end) {
+      for (std::int64_t row = begin; row < end; ++row) {
+        if (rows[row] == 0) continue;
+        for (std::int64_t index = row * size; index < (row + 1) * size; ++index) {
+          gradient[index] = gradient[index] + slab[index];
+        }
+      }
+    });
+  });
+}
+
 void AccumulateTask::run() {
   at::AutoDispatchBelowAutograd below_autograd;
   for (const Segment& segment : segments_) {
     if (segment.mode == AccumulateMode::skip || segment.count == 0) continue;
+    if (rows_) {
+      add_rows(segment);
+      continue;
+    }
     at::Tensor gradient = view(gradient_, segment);
     const at::Tensor slab = view(slab_, segment);
     if (segment.mode == AccumulateMode::copy) {

@@ -4,6 +4,7 @@
 #include <ATen/core/Tensor.h>
 
 #include <cstdint>
+#include <optional>
 #include <vector>
 
 #include "task.h"
@@ -25,20 +26,24 @@ class AccumulateTask : public Task {
   // Both are one-dimensional contiguous uint8 tensors on the CPU; throws std::invalid_argument otherwise.
   AccumulateTask(at::Tensor slab, at::Tensor gradient);
 
-  // What the next run moves. Not synchronised with run(): set it before the instruction is issued. Throws
-  // std::invalid_argument when a segment is misaligned or reaches outside either tensor.
-  void set_segments(std::vector<Segment> segments);
+  // What the next run moves. Not synchronised with run(): set it before the instruction is issued. With
+  // `rows` (uint8, read when the task runs), only the rows of its single segment for which it is not zero are
+  // added. Throws std::invalid_argument when a segment is misaligned or reaches outside either tensor, or
+  // when rows do not divide a single segment to be added evenly.
+  void set_segments(std::vector<Segment> segments, std::optional<at::Tensor> rows = {});
 
   // gradient = slab or gradient += slab, with the rounding of torch's in-place operations of the same dtype.
   void run() override;
 
  private:
   void check(const Segment& segment) const;
+  void add_rows(const Segment& segment) const;
   at::Tensor view(const at::Tensor& bytes, const Segment& segment) const;
 
   at::Tensor slab_;
   at::Tensor gradient_;
   std::vector<Segment> segments_;
+  std::optional<at::Tensor> rows_;
 };
 
 }  // namespace megatrain

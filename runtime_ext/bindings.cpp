@@ -29,7 +29,8 @@ namespace {
 
 using SegmentTuple = std::tuple<std::int64_t, std::int64_t, at::ScalarType, int>;
 
-void set_segments(AccumulateTask& task, const std::vector<SegmentTuple>& tuples) {
+void set_segments(AccumulateTask& task, const std::vector<SegmentTuple>& tuples,
+                  std::optional<at::Tensor> rows) {
   std::vector<Segment> segments;
   segments.reserve(tuples.size());
   for (const auto& [byte_offset, count, dtype, mode] : tuples) {
@@ -37,7 +38,7 @@ void set_segments(AccumulateTask& task, const std::vector<SegmentTuple>& tuples)
       throw std::invalid_argument("a segment's mode is 0 (skip), 1 (copy) or 2 (add)");
     segments.push_back({byte_offset, count, dtype, static_cast<AccumulateMode>(mode)});
   }
-  task.set_segments(std::move(segments));
+  task.set_segments(std::move(segments), std::move(rows));
 }
 
 void register_lane(py::module_& module) {
@@ -64,7 +65,7 @@ void register_tasks(py::module_& module) {
   py::class_<AccumulateTask, Task, std::shared_ptr<AccumulateTask>>(
       module, "AccumulateTask", "Moves one stage's gradients from a pinned slab into the host store.")
       .def(py::init<at::Tensor, at::Tensor>(), py::arg("slab"), py::arg("gradient"))
-      .def("set_segments", &set_segments, py::arg("segments"))
+      .def("set_segments", &set_segments, py::arg("segments"), py::arg("rows") = py::none())
       .def("run", &AccumulateTask::run, py::call_guard<py::gil_scoped_release>());
 }
 

@@ -21,6 +21,7 @@ void Gate::open() {
   {
     std::lock_guard<std::mutex> lock(mutex_);
     if (closings_ > 0) --closings_;
+    advanced_ = 0;
   }
   changed_.notify_all();
 }

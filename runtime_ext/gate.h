@@ -18,7 +18,8 @@ class Gate {
   void close();
   // Undoes one closing. Opening a gate that is open has no effect.
   void open();
-  // Tells those who wait for a part that the only closing is done with the first `bytes` bytes.
+  // Tells those who wait for a part that the only closing is done with the first `bytes` bytes. The next one
+  // to be undone takes that back: another closing says nothing about these bytes.
   void advance(std::int64_t bytes);
   // Undoes one closing and makes every wait throw `message`.
   void fail(const std::string& message);

@@ -40,6 +40,23 @@ void run_over_ranges(WorkerPool& pool, int64_t size, int64_t granule, int64_t sm
   });
 }
 
+/// Calls run(begin, end) for the longest runs of elements in [begin, end) whose rows are to be updated.
+template <class Run>
+void visit_runs(const Region& region, int64_t begin, int64_t end, const Run& run) {
+  if (region.rows == nullptr) return run(begin, end);
+  int64_t run_begin = begin;
+  for (int64_t index = begin; index < end;) {
+    const int64_t row = (region.row_offset + index) / region.row_size;
+    const int64_t next = std::min(end, (row + 1) * region.row_size - region.row_offset);
+    if ((region.rows[row] != 0) != region.chosen) {
+      if (run_begin < index) run(run_begin, index);
+      run_begin = next;
+    }
+    index = next;
+  }
+  if (run_begin < end) run(run_begin, end);
+}
+
 template <class Optimizer>
 UpdateKernel<Optimizer> update_kernel(InstructionSet instruction_set, Precision precision) {
 #if defined(__x86_64__)
@@ -140,8 +157,10 @@ void update_region(WorkerPool& pool, const Region& region, const Optimizer& opti
                    InstructionSet instruction_set) {
   const auto kernel = update_kernel<Optimizer>(instruction_set, region.precision);
   const auto kernel_of_rest = scalar_update_kernel<Optimizer>(region.precision);
-  run_over_ranges(pool, region.size, kGranule, kSmallestPart, [&](int64_t begin, int64_t end) {
-    kernel_of_rest(region, optimizer, kernel(region, optimizer, begin, end), end);
+  run_over_ranges(pool, region.size, kGranule, kSmallestPart, [&](int64_t range_begin, int64_t range_end) {
+    visit_runs(region, range_begin, range_end, [&](int64_t begin, int64_t end) {
+      kernel_of_rest(region, optimizer, kernel(region, optimizer, begin, end), end);
+    });
   });
 }
 

@@ -27,6 +27,14 @@ struct Region {
   float* state[kMaximumStateCount] = {nullptr, nullptr};
   int64_t size = 0;
 
+  /// If given, only some rows of `row_size` elements are updated: those for which rows[row] is not zero when
+  /// `chosen`, those for which it is zero otherwise. Element 0 of the region is element `row_offset` of row
+  /// 0.
+  const uint8_t* rows = nullptr;
+  int64_t row_size = 1;
+  int64_t row_offset = 0;
+  bool chosen = false;
+
   /// Gradients are multiplied by this first and rounded to their own type, as an in-place scaling would.
   float grad_scale = 1.0f;
 

@@ -55,13 +55,15 @@ UpdatePointer lion_update(double lr, double beta1, double beta2, double weight_d
 }
 
 void set_updates(UpdateTask& task, const std::vector<UpdateSegmentTuple>& tuples,
-                 const std::vector<UpdatePointer>& updates) {
+                 const std::vector<UpdatePointer>& updates, std::optional<at::Tensor> rows, bool chosen) {
   std::vector<UpdateSegment> segments;
   segments.reserve(tuples.size());
   for (const auto& [byte_offset, state_offset, count, dtype, update] : tuples) {
     segments.push_back({byte_offset, state_offset, count, dtype, update});
   }
-  task.set(std::move(segments), {updates.begin(), updates.end()});
+  std::optional<RowSelection> selection;
+  if (rows) selection = RowSelection{std::move(*rows), chosen};
+  task.set(std::move(segments), {updates.begin(), updates.end()}, std::move(selection));
 }
 
 void set_norm_segments(NormTask& task, const std::vector<NormSegmentTuple>& tuples) {
@@ -105,7 +107,8 @@ void register_region_tasks(py::module_& module) {
                     std::shared_ptr<WorkerPool>>(),
            py::arg("weights"), py::arg("gradients"), py::arg("states"), py::arg("remainder"),
            py::arg("pool").none(false))
-      .def("set", &set_updates, py::arg("segments"), py::arg("updates"), NoGil())
+      .def("set", &set_updates, py::arg("segments"), py::arg("updates"), py::arg("rows") = py::none(),
+           py::arg("chosen") = true, NoGil())
       .def("run", &UpdateTask::run, NoGil())
       .def_property_readonly("runs", &UpdateTask::runs);
   py::class_<NormTask, Task, std::shared_ptr<NormTask>>(module, "NormTask",

@@ -27,6 +27,20 @@ void require_state(const at::Tensor& state, at::ScalarType dtype, std::int64_t s
       c10::toString(dtype) + " of " + std::to_string(size));
 }
 
+void require_selectable(const std::vector<UpdateSegment>& segments, const RowSelection& selection) {
+  const at::Tensor& rows = selection.rows;
+  if (!rows.device().is_cpu() || rows.scalar_type() != at::kByte || rows.dim() != 1 ||
+      !rows.is_contiguous()) {
+    throw std::invalid_argument("selected rows must be a contiguous one-dimensional uint8 CPU tensor");
+  }
+  if (segments.empty()) return;
+  if (segments.size() == 1 && rows.numel() > 0 && segments.front().count % rows.numel() == 0) return;
+  throw std::invalid_argument("rows can be selected of one segment that they divide evenly, not of " +
+                              std::to_string(segments.size()) + " segments, the first of " +
+                              std::to_string(segments.front().count) + " elements, with " +
+                              std::to_string(rows.numel()) + " rows");
+}
+
 }  // namespace
 
 UpdateTask::UpdateTask(at::Tensor weights, at::Tensor gradients, std::vector<at::Tensor> states,
@@ -46,11 +60,14 @@ UpdateTask::UpdateTask(at::Tensor weights, at::Tensor gradients, std::vector<at:
   }
 }
 
-void UpdateTask::set(std::vector<UpdateSegment> segments, Updates updates) {
+void UpdateTask::set(std::vector<UpdateSegment> segments, Updates updates,
+                     std::optional<RowSelection> selection) {
   for (const UpdateSegment& segment : segments) check(segment, updates);
+  if (selection) require_selectable(segments, *selection);
   const std::lock_guard<std::mutex> lock(running_);
   segments_ = std::move(segments);
   updates_ = std::move(updates);
+  selection_ = std::move(selection);
 }
 
 void UpdateTask::check(const UpdateSegment& segment, const Updates& updates) const {
@@ -98,6 +115,14 @@ Region UpdateTask::region_of(const UpdateSegment& segment, const UpdateOptions& 
   return region;
 }
 
+void UpdateTask::select_rows(Region& region, std::int64_t segment_size, std::int64_t begin) const {
+  if (!selection_) return;
+  region.row_size = segment_size / selection_->rows.numel();
+  region.rows = selection_->rows.const_data_ptr<std::uint8_t>() + begin / region.row_size;
+  region.row_offset = begin % region.row_size;
+  region.chosen = selection_->chosen;
+}
+
 void UpdateTask::run() { run_in_parts({}); }
 
 void UpdateTask::run_in_parts(const Between& between) {
@@ -110,7 +135,9 @@ void UpdateTask::run_in_parts(const Between& between) {
       part.count = std::min(kPartElements, segment.count - begin);
       part.byte_offset += begin * size;
       part.state_offset += begin;
-      update.apply(*pool_, region_of(part, update.options()));
+      Region region = region_of(part, update.options());
+      select_rows(region, segment.count, begin);
+      update.apply(*pool_, region);
       if (between) between(part.byte_offset + part.count * size);
     }
   }

@@ -25,6 +25,12 @@ struct UpdateSegment {
   std::size_t update;  // Position in the list of updates.
 };
 
+// Which rows of a region's only segment an update is about; all rows have one size.
+struct RowSelection {
+  at::Tensor rows;  // uint8, one a row: not zero for the chosen ones. Read when the update runs.
+  bool chosen;      // The chosen ones, or the others.
+};
+
 class UpdateTask : public Task {
  public:
   using Updates = std::vector<std::shared_ptr<const Update>>;
@@ -37,8 +43,8 @@ class UpdateTask : public Task {
 
   // What the next run does, in order. Blocks while a run is in progress, which goes on with what it has.
   // Throws std::invalid_argument when a segment is misaligned or outside, or lacks the state that its update
-  // needs.
-  void set(std::vector<UpdateSegment> segments, Updates updates);
+  // needs, or when rows are selected of more than one segment or of one that they do not divide evenly.
+  void set(std::vector<UpdateSegment> segments, Updates updates, std::optional<RowSelection> selection = {});
 
   void run() override;
   void run_in_parts(const Between& between) override;
@@ -49,6 +55,7 @@ class UpdateTask : public Task {
  private:
   void check(const UpdateSegment& segment, const Updates& updates) const;
   Region region_of(const UpdateSegment& segment, const UpdateOptions& options) const;
+  void select_rows(Region& region, std::int64_t segment_size, std::int64_t begin) const;
 
   ByteRegion weights_;
   ByteRegion gradients_;
@@ -58,6 +65,7 @@ class UpdateTask : public Task {
   std::mutex running_;  // Guards what follows for the whole of a run.
   std::vector<UpdateSegment> segments_;
   Updates updates_;
+  std::optional<RowSelection> selection_;
   std::atomic<std::int64_t> runs_{0};
 };
 

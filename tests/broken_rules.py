@@ -61,7 +61,7 @@ OPERANDS: dict[str, tuple[Edit, int, str]] = {
         5,
         "release cannot write h0.0: it writes nothing",
     ),
-    "reads too few": (at(Op.PREFETCH, reads=()), 0, "prefetch reads 0 buffers of kind weights, expected 1 to 1"),
+    "reads too few": (at(Op.PREFETCH, reads=()), 0, "prefetch reads 0 buffers of kind weights, expected 1 to 2"),
     "writes too many": (
         at(Op.PREFETCH, writes=("slot.0", "slot.1")),
         0,

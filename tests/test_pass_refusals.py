@@ -227,7 +227,7 @@ def test_a_later_pass_must_keep_what_an_earlier_one_promised() -> None:
 after pass forget it does not hold that every slab that a backward writes is brought home:
 slab.0.device, which the backward of stage.1 writes, is never evacuated
 passes run before it: lower_stages, insert_checkpoints, evacuate_gradients, stream_weights,
-release_values, assign_slots, assign_slabs, hoist_prefetches, insert_updates""",
+release_values, assign_slots, assign_slabs, hoist_prefetches, insert_updates, split_updates""",
     )
 
 

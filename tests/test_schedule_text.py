@@ -130,7 +130,7 @@ def test_an_unknown_op_is_refused() -> None:
     assert_expected_inline(
         parse_error("slot.0 8 bytes\n\n%0 = teleport h2d slot.0"),
         """\
-line 3: unknown op 'teleport'. Known: prefetch, load, checkpoint, forward, yield, recompute,
+line 3: unknown op 'teleport'. Known: prefetch, load, checkpoint, forward, select, yield, recompute,
 backward, evacuate, accumulate, norm, clip, update, release""",
     )
 

@@ -132,6 +132,9 @@ def test_the_most_urgent_runs_first(queue: cpp.UpdateQueue) -> None:
 def test_gates_are_closed_until_the_update_is_done(queue: cpp.UpdateQueue) -> None:
     weights, gate = torch.zeros(2**23), cpp.Gate()
     task = sgd_task(weights, torch.ones(2**23), sgd(1.0), queue.pool)
+    long = cpp.NormTask(torch.zeros(2**24).view(torch.uint8), queue.pool)
+    long.set_segments([(0, 2**24, torch.float32)] * 40)
+    queue.submit(-1, long, cpp.Gate())
     queue.submit(0, task, gate)
     assert not gate.is_open
     gate.wait()

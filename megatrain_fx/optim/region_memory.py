@@ -9,6 +9,7 @@ import torch
 from megatrain_fx.extension import runtime as native
 from megatrain_fx.host_memory import HostMemory
 from megatrain_fx.layout import Place, Region
+from megatrain_fx.row_selection import RowSelection
 
 REMAINDER = "remainder"
 """Name of the state that, with a bfloat16 parameter as its upper half, makes an exact float32 master."""
@@ -37,8 +38,11 @@ class RegionMemory:
     """The state of a region's trainable parameters: memory is touched only where a parameter is updated.
 
     Attributes:
+        region: number of the region.
         gradient_bytes: size of the gradients for which it was made.
-        update: does the optimizer's step of the region.
+        update: does the optimizer's step of the region; where the rows that a step looks up are updated apart, of the
+            others.
+        lookup_update: does the optimizer's step of those rows.
         norm: sums the squares of the region's gradients.
     """
 
@@ -61,6 +65,7 @@ class RegionMemory:
             split: keep a remainder for each bfloat16 parameter.
             pool: threads for the tasks.
         """
+        self.region = region.index
         self.gradient_bytes = gradients.numel()
         held = [place for place in region.places if place.offset + place.bytes <= self.gradient_bytes]
         self._places = {place.name: place for place in held}
@@ -77,6 +82,7 @@ class RegionMemory:
             remainder = self._memory[REMAINDER].tensor(0, size, torch.int16)
         self._views: dict[tuple[str, str], torch.Tensor] = {}
         self.update = native.UpdateTask(weights, gradients, flat, remainder, pool)
+        self.lookup_update = native.UpdateTask(weights, gradients, flat, remainder, pool)
         self.norm = native.NormTask(gradients, pool)
 
     @property
@@ -109,19 +115,28 @@ class RegionMemory:
         """Whether a parameter has a remainder."""
         return REMAINDER in self._memory and self._places[name].dtype is torch.bfloat16
 
-    def set_updates(self, keys: Mapping[str, Key], make_update: Callable[[Key], native.Update]) -> None:
-        """Say what the next run of ``update`` does.
+    def set_updates(
+        self,
+        task: native.UpdateTask,
+        keys: Mapping[str, Key],
+        make_update: Callable[[Key], native.Update],
+        selection: RowSelection | None = None,
+    ) -> None:
+        """Say what the next run of a task does.
 
         Args:
+            task: ``update`` or ``lookup_update``.
             keys: by name of a parameter, what makes its update different from that of others.
             make_update: the update for a key.
+            selection: the rows of the region's only parameter to update; all by default.
         """
         numbers = {key: number for number, key in enumerate(dict.fromkeys(keys.values()))}
         segments = [
             (part.byte_offset, part.state_offset, part.count, part.dtype, numbers[key])
             for part, key in self._neighbours(keys)
         ]
-        self.update.set(segments, [make_update(key) for key in numbers])
+        rows = () if selection is None else (selection.rows, selection.chosen)
+        task.set(segments, [make_update(key) for key in numbers], *rows)
 
     def set_norm(self, names: Collection[str]) -> None:
         """Say what the next run of ``norm`` measures: the gradients of these parameters."""

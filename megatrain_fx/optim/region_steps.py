@@ -3,7 +3,7 @@
 import logging
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
@@ -16,6 +16,7 @@ from megatrain_fx.optim.region_states import RegionStates
 from megatrain_fx.optim.stage_options import CheckedOptions
 from megatrain_fx.optim.step_record import StepRecord
 from megatrain_fx.optim.trained_parameters import TrainedParameters
+from megatrain_fx.row_selection import RowSelection
 from megatrain_fx.store import HostStore
 
 logger = logging.getLogger(__name__)
@@ -42,11 +43,13 @@ class Armed:
         candidates: parameters that the pass may give gradients to.
         names: those of them that the task works on.
         runs: how often the task had run before.
+        begun: those of them whose rows that the pass does not look up are updated apart, before the others.
     """
 
     candidates: list[str]
     names: list[str]
     runs: int
+    begun: list[str] = field(default_factory=list)
 
 
 class RegionSteps:
@@ -94,15 +97,29 @@ class RegionSteps:
                 self.states.note_update(members)
             self._armed[region] = Armed(members, members, self._runs(store, region))
 
-    def narrow(self, formula: Formula, store: HostStore, region: int, names: Collection[str]) -> None:
-        """Leave alone, in an armed region, parameters that have no gradient: neither are they named nor from before."""
+    def narrow(
+        self, formula: Formula, store: HostStore, region: int, names: Collection[str], selection: RowSelection | None
+    ) -> None:
+        """Leave alone, in an armed region, parameters that have no gradient: neither are they named nor from before.
+
+        Of a region that is updated in two parts, the first part is told first. A parameter that had no gradient then is
+        left to the second as a whole.
+        """
         armed = self._armed.get(region)
         if armed is None:
             return
         kept = [n for n in armed.candidates if n in names or self._trained.by_name[n].grad is not None]
-        if kept != armed.names:
-            self._prepare(formula, store, region, kept)
-            armed.names = kept
+        memory = self.states.memory(store, region)
+        if selection is None:
+            if kept != armed.names:
+                self._prepare(formula, store, region, kept)
+        elif selection.chosen:
+            rows = selection if armed.begun else None
+            self._prepare_update(formula, memory, memory.lookup_update, kept, selection=rows)
+        else:
+            self._prepare_update(formula, memory, memory.update, kept, selection=selection)
+            armed.begun = kept
+        armed.names = kept
 
     def disarm(self, formula: Formula, store: HostStore, names: Collection[str]) -> None:
         """Account for the tasks that were submitted during a backward pass, which is over and gave these gradients.
@@ -146,7 +163,8 @@ class RegionSteps:
             self.skipped += 1
             return
         for region, names in regions.items():
-            self._prepare_update(formula, store, region, names, grad_scale)
+            memory = self.states.memory(store, region)
+            self._prepare_update(formula, memory, memory.update, names, grad_scale)
         self.states.note_update(due)
         for region in regions:
             task, gate = self.states.memory(store, region).update, store.gate(region)
@@ -161,16 +179,22 @@ class RegionSteps:
         return clip_coefficient(self.grad_norm, self._max_norm) if math.isfinite(self.grad_norm) else None
 
     def _prepare(self, formula: Formula, store: HostStore, region: int, names: Sequence[str]) -> None:
+        memory = self.states.memory(store, region)
         if self._max_norm is None:
-            self._prepare_update(formula, store, region, names)
+            self._prepare_update(formula, memory, memory.update, names)
         else:
-            self.states.memory(store, region).set_norm(names)
+            memory.set_norm(names)
 
     def _prepare_update(
-        self, formula: Formula, store: HostStore, region: int, names: Sequence[str], grad_scale: float = 1.0
+        self,
+        formula: Formula,
+        memory: RegionMemory,
+        task: native.UpdateTask,
+        names: Sequence[str],
+        grad_scale: float = 1.0,
+        selection: RowSelection | None = None,
     ) -> None:
         """Parameters of one group that have made as many steps get the same update."""
-        memory = self.states.memory(store, region)
         keys: dict[str, tuple[int, int]] = {}
         for name in names:
             self._adopt(formula, memory, name)
@@ -178,10 +202,10 @@ class RegionSteps:
 
         def make_update(key: tuple[int, int]) -> native.Update:
             group = formula.param_groups[key[0]]
-            seed = None if group["stochastic_seed"] is None else group["stochastic_seed"] + region
+            seed = None if group["stochastic_seed"] is None else group["stochastic_seed"] + memory.region
             return formula.make_update(group, step=key[1], grad_scale=grad_scale, stochastic_seed=seed)
 
-        memory.set_updates(keys, make_update)
+        memory.set_updates(task, keys, make_update, selection)
 
     def take_over(self, formula: Formula, store: HostStore | None) -> None:
         """Keep state that was loaded, in the regions as far as these exist.

@@ -9,11 +9,13 @@ from torch.optim.optimizer import ParamsT
 
 from megatrain_fx.errors import ConfigError, OptimizerError
 from megatrain_fx.extension import runtime as native
+from megatrain_fx.ir import Rows
 from megatrain_fx.optim.region_memory import REMAINDER
 from megatrain_fx.optim.region_steps import RegionSteps
 from megatrain_fx.optim.stage_options import CheckedOptions, StageOptions, compiled_state
 from megatrain_fx.optim.step_record import StepRecord, option_values
 from megatrain_fx.optim.trained_parameters import TrainedParameters, saved_state
+from megatrain_fx.row_selection import RowSelection
 from megatrain_fx.store import HostStore
 
 
@@ -222,9 +224,12 @@ class StageOptimizer(torch.optim.Optimizer):
         """Whether gradients are measured as they come home."""
         return self._options.max_grad_norm is not None
 
-    def update_task(self, region: int) -> native.UpdateTask | None:
-        """The step of a region; None if nothing there is trained, or no gradients are reserved for it."""
-        return self._steps.states.memory(self._store, region).update if self._trains(region) else None
+    def update_task(self, region: int, rows: Rows = Rows.ALL) -> native.UpdateTask | None:
+        """The step of a region or a part; None if nothing there is trained, or no gradients are reserved for it."""
+        if not self._trains(region):
+            return None
+        memory = self._steps.states.memory(self._store, region)
+        return memory.lookup_update if rows is Rows.CHOSEN else memory.update
 
     def norm_task(self, region: int) -> native.NormTask | None:
         """The sum of squares of a region's gradients; None as for :meth:`update_task`."""
@@ -255,12 +260,12 @@ class StageOptimizer(torch.optim.Optimizer):
         record.options = [option_values(group, self.defaults) for group in self.param_groups]
         self._steps.arm(self, self._store, members)
 
-    def narrow(self, region: int, names: Collection[str]) -> None:
+    def narrow(self, region: int, names: Collection[str], selection: RowSelection | None = None) -> None:
         """Learn, before a region's update or norm is due, which parameters have received gradients in this pass.
 
         The others are left alone, unless they have gradients from an earlier pass.
         """
-        self._steps.narrow(self, self._store, region, names)
+        self._steps.narrow(self, self._store, region, names, selection)
 
     def end_backward(self, names: Collection[str]) -> None:
         """Learn that a backward pass is over, and which parameters received gradients."""

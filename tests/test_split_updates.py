@@ -1,0 +1,272 @@
+"""Updates in two parts: rows of a tied matrix that a batch does not look up, and the others."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+import megatrain_fx as megatrain
+from megatrain_fx.facts import UpdateMode, Updates
+from megatrain_fx.ir import Op
+from megatrain_fx.schedule import Schedule
+from optimizer_training import assert_equal, one_torch_thread  # noqa: F401  a fixture
+from schedule_edits import dependency_deletions
+
+optim = megatrain.optim
+pytestmark = [pytest.mark.timeout(120), pytest.mark.usefixtures("one_torch_thread")]
+VOCABULARY, WIDTH = 96, 16
+
+
+class Tied(nn.Module):
+    """Tokens [batch, length] -> logits, or hidden states for those who do not want the head."""
+
+    def __init__(self, dtype: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding = nn.Embedding(VOCABULARY, WIDTH, padding_idx=3, dtype=dtype)
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH, dtype=dtype) for _ in range(2))
+        self.head = nn.Linear(WIDTH, VOCABULARY, bias=False, dtype=dtype)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        hidden = self.embedding(tokens)
+        for layer in self.layers:
+            hidden = hidden + torch.tanh(layer(hidden))
+        return self.head(hidden), hidden
+
+
+def compiled(dtype: torch.dtype = torch.float32, device: Any = "cpu", **options: Any) -> nn.Module:
+    return megatrain.compile(Tied(dtype), device=device, stage_bytes=0, **options)
+
+
+def tokens(step: int, length: int = 5) -> Tensor:
+    return torch.randint(0, VOCABULARY // 2, (2, length), generator=torch.Generator().manual_seed(step))
+
+
+def loss_of(model: nn.Module, step: int, part: str = "logits", device: Any = "cpu") -> Tensor:
+    given = tokens(step, 5 + step % 2).to(device)
+    logits, hidden = model(given)
+    if part == "hidden":
+        return hidden.float().square().sum()
+    return functional.cross_entropy(logits.float().flatten(0, 1), given.flatten())
+
+
+def schedule(model: nn.Module, **options: Any) -> Schedule:
+    program = megatrain.trace(model, tokens(0))
+    updates = Updates(UpdateMode.DURING_BACKWARD, tuple(range(len(program.facts.regions))))
+    return program.lower(updates=updates, **options).schedule
+
+
+def texts(found: Schedule, *ops: Op) -> list[str]:
+    return [f"{o.op} {', '.join(o.reads)} -> {', '.join(o.writes)}" for o in found if o.op in ops]
+
+
+def test_the_rows_that_are_not_looked_up_are_updated_before_the_layers() -> None:
+    found = schedule(compiled())
+    assert texts(found, Op.SELECT, Op.UPDATE) == [
+        "select input.0 -> rows.0",
+        "update gradients.0.rest, rows.0 -> weights.0.rest",
+        "update gradients.2 -> weights.2",
+        "update gradients.1 -> weights.1",
+        "update gradients.0.rows, rows.0 -> weights.0.rows",
+    ]
+    assert Schedule.parse(str(found)) == found
+
+
+class Untied(Tied):
+    def __init__(self) -> None:
+        super().__init__()
+        self.head.weight = nn.Parameter(self.head.weight.detach().clone())
+
+
+class Scaled(Tied):
+    """The matrix is also used whole, where it is looked up."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = Weighted(VOCABULARY, WIDTH)
+        self.head.weight = self.embedding.weight
+
+
+class Weighted(nn.Embedding):
+    def forward(self, given: Tensor) -> Tensor:
+        return super().forward(given) * self.weight.mean()
+
+
+class Shifted(Tied):
+    """Row numbers are computed within the stage."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = Next(VOCABULARY, WIDTH)
+        self.head.weight = self.embedding.weight
+
+
+class Next(nn.Embedding):
+    def forward(self, given: Tensor) -> Tensor:
+        return super().forward(given + 1)
+
+
+class Frozen(Tied):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding.weight.requires_grad_(False)
+
+
+@pytest.mark.parametrize("kind", [Untied, Scaled, Shifted, Frozen])
+def test_other_uses_are_updated_whole(kind: type[Tied]) -> None:
+    model = megatrain.compile(kind(), device="cpu", stage_bytes=0)
+    program = megatrain.trace(model, tokens(0))
+    trained = tuple(
+        region.index for region in program.layout.regions if program.facts.regions[region.index].gradient_bytes
+    )
+    found = program.lower(updates=Updates(UpdateMode.DURING_BACKWARD, trained)).schedule
+    assert not texts(found, Op.SELECT)
+    assert all(".re" not in text and ".rows" not in text for text in texts(found, Op.UPDATE))
+
+
+def test_a_clipped_or_resumed_step_is_not_split() -> None:
+    model = compiled()
+    assert not texts(schedule(model, resume=True), Op.SELECT)
+    program = megatrain.trace(model, tokens(0))
+    assert not texts(program.lower(updates=Updates(UpdateMode.AFTER_CLIP, (0, 1, 2))).schedule, Op.SELECT)
+
+
+def test_no_dependency_can_be_deleted() -> None:
+    found = schedule(compiled(slots=2))
+    mutants = list(dependency_deletions(found))
+    assert mutants
+    for mutant in mutants:
+        with pytest.raises(megatrain.ScheduleError):
+            mutant.schedule.verify()
+
+
+KINDS = [
+    (optim.AdamW, "fp32", {}),
+    (optim.AdamW, "bf16-split", {}),
+    (optim.AdamW, "bf16", {"stochastic_rounding": True}),
+    (optim.SGD, "fp32", {"momentum": 0.9}),
+    (optim.Lion, "bf16-split", {}),
+]
+
+
+@pytest.mark.parametrize(("kind", "precision", "options"), KINDS)
+@pytest.mark.parametrize("pin", ["none", "staging"])
+def test_the_numbers_are_those_of_whole_updates(
+    kind: Any, precision: str, options: dict[str, Any], pin: str, device: torch.device
+) -> None:
+    torch.use_deterministic_algorithms(True)
+    optimizers = []
+    for whole in (False, True):
+        torch.manual_seed(1)
+        dtype = torch.float32 if precision == "fp32" else torch.bfloat16
+        model = compiled(dtype, device, precision=precision, chaos=3, pin=pin)
+        optimizer = kind(model, lr=1e-2, **options, **({"during_backward": False} if whole else {}))
+        for step in range(5):
+            loss_of(model, step, device=device).backward()
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=step % 2 == 0)
+        optimizers.append(optimizer)
+    assert_equal(*optimizers)
+
+
+def test_micro_batches_and_gradients_are_those_of_whole_updates() -> None:
+    optimizers, gradients = [], []
+    for whole in (False, True):
+        model = compiled()
+        given = {"during_backward": False} if whole else {}
+        optimizer = optim.AdamW(model, lr=0.01, accumulation_steps=2, **given)
+        for step in range(4):
+            loss_of(model, 2 * step).backward()
+            loss_of(model, 2 * step + 1).backward()
+            gradients.append({name: p.grad.clone() for name, p in model.named_parameters()})
+            optimizer.step()
+            optimizer.zero_grad()
+        optimizers.append(optimizer)
+    assert_equal(*optimizers)
+    for one, other in zip(gradients[:4], gradients[4:], strict=True):
+        assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+@pytest.mark.parametrize("accumulated", [False, True])
+def test_a_head_without_gradient_leaves_all_rows_to_the_lookup(accumulated: bool) -> None:
+    """Then nothing is home when the first part is due, or only what an earlier pass brought."""
+    optimizers = []
+    for whole in (False, True):
+        model = compiled()
+        given = {"during_backward": False} if whole else {}
+        optimizer = optim.AdamW(model, lr=0.01, accumulation_steps=1 + accumulated, **given)
+        for step in range(4):
+            if accumulated:
+                loss_of(model, step + 10).backward()
+            loss_of(model, step, "hidden" if step != 1 else "logits").backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        optimizers.append(optimizer)
+    assert_equal(*optimizers)
+
+
+def test_gradients_equal_those_of_eager() -> None:
+    model, eager = compiled(), Tied()
+    optimizer = optim.SGD(model, lr=0.1)
+    for step in range(3):
+        loss_of(model, step).backward()
+        loss_of(eager, step).backward()
+        for (name, one), other in zip(model.named_parameters(), eager.parameters(), strict=True):
+            assert torch.allclose(one.grad, other.grad, rtol=1e-5, atol=1e-7), name
+        optimizer.step()
+        optimizer.zero_grad()
+        eager.zero_grad()
+        optimizer.synchronize()
+        eager.load_state_dict(model.state_dict())
+
+
+def test_a_pass_that_fails_between_the_parts_leaves_the_model_usable() -> None:
+    class Failing(torch.autograd.Function):
+        @staticmethod
+        def forward(context: Any, value: Tensor) -> Tensor:
+            return value.clone()
+
+        @staticmethod
+        def backward(context: Any, gradient: Tensor) -> Tensor:
+            if failing:
+                time.sleep(0.3)  # the first part has begun by then
+                raise ArithmeticError("as planned")
+            return gradient
+
+    class Layer(nn.Linear):
+        def forward(self, given: Tensor) -> Tensor:
+            return Failing.apply(super().forward(given))
+
+    network = Tied()
+    network.layers[0] = Layer(WIDTH, WIDTH)
+    model = megatrain.compile(network, device="cpu", stage_bytes=0)
+    optimizer = optim.AdamW(model, lr=0.01)
+    failing = False
+    loss_of(model, 0).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    optimizer.synchronize()
+    before = model.embedding.weight.detach().clone()
+    loss = loss_of(model, 1)
+    failing = True
+    with pytest.raises(Exception, match="as planned"):
+        loss.backward()
+    failing = False
+    optimizer.step()
+    optimizer.synchronize()
+    looked_up = tokens(1, 6).unique()
+    rest = [row for row in range(VOCABULARY) if row not in looked_up]
+    after = model.embedding.weight.detach().clone()
+    assert torch.equal(before[looked_up], after[looked_up])
+    assert not (before[rest] == after[rest]).all(1).any()
+    optimizer.zero_grad()
+    loss_of(model, 2).backward()
+    optimizer.step()
+    optimizer.synchronize()
+    assert not (after == model.embedding.weight.detach()).all(1).any()
