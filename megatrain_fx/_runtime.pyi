@@ -64,8 +64,12 @@ class Task:
 class AccumulateTask(Task):
     """Moves one stage's gradients from a pinned slab into the host store's gradient region."""
 
-    def __init__(self, slab: torch.Tensor, gradient: torch.Tensor) -> None:
+    def __init__(self, slab: torch.Tensor, gradient: torch.Tensor, pool: WorkerPool | None = None) -> None:
         """Keeps both byte regions: uint8, shape (bytes,), contiguous, on the CPU.
+
+        Args:
+            slab, gradient: the regions.
+            pool: the threads that add selected rows; the one that runs the task by default.
 
         Raises:
             ValueError: a tensor is none of that.

@@ -98,7 +98,8 @@ class BoundSchedule:
         device, host = self._memory[evacuate.reads[0]], self._memory[evacuate.writes[0]]
         size = self._program.facts.regions[journey.region].gradient_bytes
         home = self._store.gradients(journey.region)[:size]
-        task = native.AccumulateTask(host[:size], home)
+        optimizer = self._attached()
+        task = native.AccumulateTask(host[:size], home, None if optimizer is None else optimizer.queue.pool)
         trainable = self._runners[self._stage(journey.backward)].trainable
         places = {p.name: p for p in self._program.layout.regions[journey.region].places if p.name in trainable}
         views = {name: place.view(device) for name, place in places.items()}

@@ -2,10 +2,11 @@
 #include "accumulate.h"
 
 #include <ATen/Dispatch.h>
-#include <ATen/Parallel.h>
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/ops/from_blob.h>
 
+#include <algorithm>
+#include <atomic>
 #include <stdexcept>
 #include <string>
 #include <utility>
@@ -14,8 +15,8 @@ namespace megatrain {
 
 namespace {
 
-// Fewer than these are added by one thread.
-constexpr std::int64_t kRowsPerTask = 256;
+// Rows that a thread looks at at a time.
+constexpr std::int64_t kRowBlock = 256;
 
 void check_bytes(const at::Tensor& tensor, const char* role) {
   if (!tensor.device().is_cpu() || tensor.scalar_type() != at::kByte || tensor.dim() != 1 ||
@@ -52,8 +53,8 @@ void check_rows(const at::Tensor& rows, const std::vector<Segment>& segments) {
 
 }  // namespace
 
-AccumulateTask::AccumulateTask(at::Tensor slab, at::Tensor gradient)
-    : slab_(std::move(slab)), gradient_(std::move(gradient)) {
+AccumulateTask::AccumulateTask(at::Tensor slab, at::Tensor gradient, std::shared_ptr<WorkerPool> pool)
+    : slab_(std::move(slab)), gradient_(std::move(gradient)), pool_(std::move(pool)) {
   check_bytes(slab_, "slab");
   check_bytes(gradient_, "gradient");
 }
@@ -79,19 +80,28 @@ at::Tensor AccumulateTask::view(const at::Tensor& bytes, const Segment& segment)
 }
 
 void AccumulateTask::add_rows(const Segment& segment) const {
+  const std::int64_t count = rows_->numel();
+  if (pool_ == nullptr) return add_rows(segment, 0, count);
+  std::atomic<std::int64_t> next{0};
+  pool_->run(pool_->threads(), [&](int) {
+    for (std::int64_t begin = next.fetch_add(kRowBlock); begin < count; begin = next.fetch_add(kRowBlock)) {
+      add_rows(segment, begin, std::min(count, begin + kRowBlock));
+    }
+  });
+}
+
+void AccumulateTask::add_rows(const Segment& segment, std::int64_t begin, std::int64_t end) const {
   const std::uint8_t* rows = rows_->const_data_ptr<std::uint8_t>();
   const std::int64_t size = segment.count / rows_->numel();
   AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, segment.dtype, "add_rows", [&] {
     auto* gradient = reinterpret_cast<scalar_t*>(address(gradient_, segment));
     const auto* slab = reinterpret_cast<const scalar_t*>(address(slab_, segment));
-    at::parallel_for(0, rows_->numel(), kRowsPerTask, [&](std::int64_t begin, std::int64_t end) {
-      for (std::int64_t row = begin; row < end; ++row) {
-        if (rows[row] == 0) continue;
-        for (std::int64_t index = row * size; index < (row + 1) * size; ++index) {
-          gradient[index] = gradient[index] + slab[index];
-        }
+    for (std::int64_t row = begin; row < end; ++row) {
+      if (rows[row] == 0) continue;
+      for (std::int64_t index = row * size; index < (row + 1) * size; ++index) {
+        gradient[index] = gradient[index] + slab[index];
       }
-    });
+    }
   });
 }
 

@@ -4,10 +4,12 @@
 #include <ATen/core/Tensor.h>
 
 #include <cstdint>
+#include <memory>
 #include <optional>
 #include <vector>
 
 #include "task.h"
+#include "worker_pool.h"
 
 namespace megatrain {
 
@@ -24,7 +26,8 @@ struct Segment {
 class AccumulateTask : public Task {
  public:
   // Both are one-dimensional contiguous uint8 tensors on the CPU; throws std::invalid_argument otherwise.
-  AccumulateTask(at::Tensor slab, at::Tensor gradient);
+  // Selected rows are added on the threads of `pool`, if there is one.
+  AccumulateTask(at::Tensor slab, at::Tensor gradient, std::shared_ptr<WorkerPool> pool = nullptr);
 
   // What the next run moves. Not synchronised with run(): set it before the instruction is issued. With
   // `rows` (uint8, read when the task runs), only the rows of its single segment for which it is not zero are
@@ -38,10 +41,12 @@ class AccumulateTask : public Task {
  private:
   void check(const Segment& segment) const;
   void add_rows(const Segment& segment) const;
+  void add_rows(const Segment& segment, std::int64_t begin, std::int64_t end) const;
   at::Tensor view(const at::Tensor& bytes, const Segment& segment) const;
 
   at::Tensor slab_;
   at::Tensor gradient_;
+  std::shared_ptr<WorkerPool> pool_;
   std::vector<Segment> segments_;
   std::optional<at::Tensor> rows_;
 };

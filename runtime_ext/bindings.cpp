@@ -64,7 +64,8 @@ void register_tasks(py::module_& module) {
   py::class_<Task, std::shared_ptr<Task>>(module, "Task", "Work in C++ that runs on a lane without the GIL.");
   py::class_<AccumulateTask, Task, std::shared_ptr<AccumulateTask>>(
       module, "AccumulateTask", "Moves one stage's gradients from a pinned slab into the host store.")
-      .def(py::init<at::Tensor, at::Tensor>(), py::arg("slab"), py::arg("gradient"))
+      .def(py::init<at::Tensor, at::Tensor, std::shared_ptr<WorkerPool>>(), py::arg("slab"),
+           py::arg("gradient"), py::arg("pool") = py::none())
       .def("set_segments", &set_segments, py::arg("segments"), py::arg("rows") = py::none())
       .def("run", &AccumulateTask::run, py::call_guard<py::gil_scoped_release>());
 }
