@@ -85,8 +85,9 @@ class AccumulateTask(Task):
         Args:
             segments: (byte offset in both regions, number of elements, their dtype, mode). Mode 0 skips, 1 copies
                 the slab over the gradient, 2 adds it with the rounding of `torch.Tensor.add_` of that dtype.
-            rows: uint8, one for each row of the only segment, which is added or skipped; rows for which it is zero when
-                the task runs are left alone. All rows by default.
+            rows: uint8, one for each row of the only segment, which is added or skipped. The slab then holds, from the
+                segment's offset, only the rows for which it is not zero when the task runs, one after the other. All
+                rows by default.
 
         Raises:
             ValueError: a segment is misaligned or outside a region, a mode is unknown, or rows do not fit the segment.
@@ -151,6 +152,9 @@ class Destination:
 
     target: torch.Tensor
     """A CPU tensor shaped like the source. Not synchronised with a run in progress: set it as for `AccumulateTask`."""
+
+    count: int | None
+    """Leading elements of source and target that travel; all by default."""
 
     def __init__(self, target: torch.Tensor) -> None: ...
 

@@ -120,7 +120,7 @@ class BoundSchedule:
         accumulated = {rows_of(name) for name in self._schedule.operations[journey.accumulate].writes}
         if Rows.ALL in accumulated:
             return None
-        return RowSelection(self._selectors[journey.region].rows, chosen=Rows.REST not in accumulated)
+        return self._selectors[journey.region].selection(chosen=Rows.REST not in accumulated)
 
     def _stage(self, index: int) -> int:
         stage = self._schedule.operations[index].stage

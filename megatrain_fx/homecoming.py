@@ -1,6 +1,6 @@
 """The way of gradients home: from the views in a device slab, over the host slab, into the host store."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -12,6 +12,9 @@ from megatrain_fx.private_api import foreach_copy
 from megatrain_fx.row_selection import RowSelection
 from megatrain_fx.schedule import Schedule
 from megatrain_fx.store import ADD, COPY, SKIP
+
+Segment = tuple[int, int, torch.dtype, int]
+"""Offset in bytes, number of elements, their type, and how they meet what the store holds."""
 
 
 @dataclass(frozen=True)
@@ -78,15 +81,39 @@ class Homecoming:
             homes: how the next gradient of each parameter comes home (COPY or ADD); after the first it is ADD.
         """
         present = [name for name in self.views if name in gradients]
-        foreach_copy([self.views[name] for name in present], [gradients[name] for name in present])
-        segments = []
-        for name, place in self.places.items():
-            mode = homes[name] if name in gradients else SKIP
-            segments.append((place.offset, place.numel, place.dtype, mode))
         direct = bool(present) and all(homes[name] == COPY for name in self.places)
-        if not direct:
+        if direct:
+            self._write(gradients, present)
+            self._go(self.home, [])
+        else:
             self.pin(self.slab)
-        self.evacuation.target = self.home if direct else self.slab
-        looked_up = self.selection if self.selection is not None and self.selection.chosen else None
-        self.accumulation.set_segments([] if direct else segments, None if looked_up is None else looked_up.rows)
+            modes = {name: homes[name] if name in gradients else SKIP for name in self.places}
+            segments = [(p.offset, p.numel, p.dtype, modes[name]) for name, p in self.places.items()]
+            if self.selection is not None and self.selection.chosen and present:
+                self._send_rows(gradients[present[0]], present[0], segments, self.selection)
+            else:
+                self._write(gradients, present)
+                self._go(self.slab, segments)
         homes.update(dict.fromkeys(present, ADD))
+
+    def _write(self, gradients: Mapping[str, torch.Tensor], present: Sequence[str]) -> None:
+        foreach_copy([self.views[name] for name in present], [gradients[name] for name in present])
+
+    def _send_rows(
+        self, gradient: torch.Tensor, name: str, segments: Sequence[Segment], selection: RowSelection
+    ) -> None:
+        """Send only the rows that the step has looked up, one after the other: those of all others are zero."""
+        rows = gradient.index_select(0, selection.numbers())
+        self.views[name][: len(rows)].copy_(rows)
+        self._go(self.slab, segments, selection.rows, rows.numel() * rows.element_size())
+
+    def _go(
+        self,
+        target: torch.Tensor,
+        segments: Sequence[Segment],
+        rows: torch.Tensor | None = None,
+        count: int | None = None,
+    ) -> None:
+        self.evacuation.target = target
+        self.evacuation.count = count
+        self.accumulation.set_segments(segments, rows)

@@ -51,6 +51,18 @@ void check_rows(const at::Tensor& rows, const std::vector<Segment>& segments) {
       "rows can be selected of a single segment that is added and that they divide evenly");
 }
 
+// For each block of rows, how many chosen ones lie before it.
+std::vector<std::int64_t> chosen_before_blocks(const at::Tensor& rows) {
+  const std::uint8_t* marks = rows.const_data_ptr<std::uint8_t>();
+  std::vector<std::int64_t> before;
+  std::int64_t chosen = 0;
+  for (std::int64_t row = 0; row < rows.numel(); ++row) {
+    if (row % kRowBlock == 0) before.push_back(chosen);
+    chosen += marks[row] != 0 ? 1 : 0;
+  }
+  return before;
+}
+
 }  // namespace
 
 AccumulateTask::AccumulateTask(at::Tensor slab, at::Tensor gradient, std::shared_ptr<WorkerPool> pool)
@@ -81,26 +93,32 @@ at::Tensor AccumulateTask::view(const at::Tensor& bytes, const Segment& segment)
 
 void AccumulateTask::add_rows(const Segment& segment) const {
   const std::int64_t count = rows_->numel();
-  if (pool_ == nullptr) return add_rows(segment, 0, count);
+  const std::vector<std::int64_t> chosen_before = chosen_before_blocks(*rows_);
+  const auto add_block = [&](std::int64_t block) {
+    const std::int64_t begin = block * kRowBlock;
+    add_rows(segment, begin, std::min(count, begin + kRowBlock), chosen_before[block]);
+  };
+  const auto blocks = static_cast<std::int64_t>(chosen_before.size());
   std::atomic<std::int64_t> next{0};
-  pool_->run(pool_->threads(), [&](int) {
-    for (std::int64_t begin = next.fetch_add(kRowBlock); begin < count; begin = next.fetch_add(kRowBlock)) {
-      add_rows(segment, begin, std::min(count, begin + kRowBlock));
-    }
-  });
+  const auto work = [&](int) {
+    for (std::int64_t block = next++; block < blocks; block = next++) add_block(block);
+  };
+  if (pool_ == nullptr) return work(0);
+  pool_->run(pool_->threads(), work);
 }
 
-void AccumulateTask::add_rows(const Segment& segment, std::int64_t begin, std::int64_t end) const {
+void AccumulateTask::add_rows(const Segment& segment, std::int64_t begin, std::int64_t end,
+                              std::int64_t chosen) const {
   const std::uint8_t* rows = rows_->const_data_ptr<std::uint8_t>();
   const std::int64_t size = segment.count / rows_->numel();
   AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, segment.dtype, "add_rows", [&] {
-    auto* gradient = reinterpret_cast<scalar_t*>(address(gradient_, segment));
-    const auto* slab = reinterpret_cast<const scalar_t*>(address(slab_, segment));
+    auto* gradients = reinterpret_cast<scalar_t*>(address(gradient_, segment));
+    const auto* slab = reinterpret_cast<const scalar_t*>(address(slab_, segment)) + chosen * size;
     for (std::int64_t row = begin; row < end; ++row) {
       if (rows[row] == 0) continue;
-      for (std::int64_t index = row * size; index < (row + 1) * size; ++index) {
-        gradient[index] = gradient[index] + slab[index];
-      }
+      scalar_t* gradient = gradients + row * size;
+      for (std::int64_t k = 0; k < size; ++k) gradient[k] = gradient[k] + slab[k];
+      slab += size;
     }
   });
 }

@@ -30,9 +30,9 @@ class AccumulateTask : public Task {
   AccumulateTask(at::Tensor slab, at::Tensor gradient, std::shared_ptr<WorkerPool> pool = nullptr);
 
   // What the next run moves. Not synchronised with run(): set it before the instruction is issued. With
-  // `rows` (uint8, read when the task runs), only the rows of its single segment for which it is not zero are
-  // added. Throws std::invalid_argument when a segment is misaligned or reaches outside either tensor, or
-  // when rows do not divide a single segment to be added evenly.
+  // `rows` (uint8, read when the task runs), the slab holds only the rows of its single segment for which it
+  // is not zero, one after the other. Throws std::invalid_argument when a segment is misaligned or reaches
+  // outside either tensor, or when rows do not divide a single segment to be added evenly.
   void set_segments(std::vector<Segment> segments, std::optional<at::Tensor> rows = {});
 
   // gradient = slab or gradient += slab, with the rounding of torch's in-place operations of the same dtype.
@@ -41,7 +41,7 @@ class AccumulateTask : public Task {
  private:
   void check(const Segment& segment) const;
   void add_rows(const Segment& segment) const;
-  void add_rows(const Segment& segment, std::int64_t begin, std::int64_t end) const;
+  void add_rows(const Segment& segment, std::int64_t begin, std::int64_t end, std::int64_t chosen) const;
   at::Tensor view(const at::Tensor& bytes, const Segment& segment) const;
 
   at::Tensor slab_;

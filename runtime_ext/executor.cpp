@@ -1,6 +1,7 @@
 // Executor: runs the instructions of one lowered schedule on a runtime's lanes.
 #include "executor.h"
 
+#include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/record_function.h>
 #include <c10/core/DeviceGuard.h>
 
@@ -148,11 +149,16 @@ void Executor::operate(const Operation& operation) {
   } else if (const auto* following = std::get_if<FollowingCopy>(&operation)) {
     transfer_following(*following);
   } else if (const auto* delivery = std::get_if<Delivery>(&operation)) {
-    transfer({delivery->source, delivery->destination->target});
+    const at::AutoDispatchBelowADInplaceOrView below_autograd;
+    const Destination& destination = *delivery->destination;
+    transfer({destination.part(delivery->source), destination.part(destination.target)});
   } else if (const auto* staged_copy = std::get_if<StagedCopy>(&operation)) {
     staged_copy->staging->to_device(staged_copy->source, staged_copy->target);
   } else if (const auto* staged_delivery = std::get_if<StagedDelivery>(&operation)) {
-    staged_delivery->staging->to_host(staged_delivery->source, staged_delivery->destination->target);
+    const at::AutoDispatchBelowADInplaceOrView below_autograd;
+    const Destination& destination = *staged_delivery->destination;
+    staged_delivery->staging->to_host(destination.part(staged_delivery->source),
+                                      destination.part(destination.target));
   } else if (const auto* task = std::get_if<RunTask>(&operation)) {
     task->task->run();
   } else if (const auto* call = std::get_if<Call>(&operation)) {

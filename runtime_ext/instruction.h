@@ -28,9 +28,14 @@ struct FollowingCopy {
   std::shared_ptr<Gate> gate;
 };
 
-// Where deliveries go. The program points it elsewhere only before it issues an instruction that delivers.
+// Where deliveries go, and how many leading elements; all by default. The program changes it only before it
+// issues an instruction that delivers.
 struct Destination {
   at::Tensor target;
+  std::optional<std::int64_t> count;
+
+  // The leading part of the source or the target that travels.
+  at::Tensor part(const at::Tensor& bytes) const { return count ? bytes.narrow(0, 0, *count) : bytes; }
 };
 
 // A copy whose target is known only when it is issued.

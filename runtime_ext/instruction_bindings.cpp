@@ -121,10 +121,11 @@ py::custom_type_setup garbage_collected() {
 void register_instruction(py::module_& module) {
   py::class_<Destination, std::shared_ptr<Destination>>(module, "Destination", "Where deliveries go.")
       .def(py::init([](at::Tensor target) {
-             return std::make_shared<Destination>(Destination{std::move(target)});
+             return std::make_shared<Destination>(Destination{std::move(target), std::nullopt});
            }),
            py::arg("target"))
-      .def_readwrite("target", &Destination::target);
+      .def_readwrite("target", &Destination::target)
+      .def_readwrite("count", &Destination::count);
   py::class_<Instruction> instruction(module, "Instruction", "One operation of a lowered schedule.",
                                       garbage_collected<Instruction, visit_function, clear_function>());
   define_kind(instruction, "copy", make_copy, py::arg("source"), py::arg("target"));
