@@ -318,6 +318,12 @@ def without_saved_tensor_hooks() -> Iterator[None]:
         yield
 
 
+def release_pinned_cache() -> None:
+    """Give back the page-locked host memory that PyTorch keeps for reuse; public since 2.12 as `empty_host_cache`."""
+    release = getattr(torch.accelerator, "empty_host_cache", None) or torch._C._host_emptyCache
+    release()
+
+
 def backward_reaches(node: Any) -> bool:
     """Whether the backward pass that runs now will run this node too: not if only others were asked for."""
     return bool(torch._C._will_engine_execute_node(node))

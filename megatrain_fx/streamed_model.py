@@ -30,6 +30,7 @@ from megatrain_fx.layout import Layout
 from megatrain_fx.model_parts import ModelParts
 from megatrain_fx.model_state import preserved
 from megatrain_fx.parameter_hooks import refuse_accumulation_hooks, refuse_gradient_hooks, run_accumulation_hooks
+from megatrain_fx.private_api import release_pinned_cache
 from megatrain_fx.program import Program, build_program
 from megatrain_fx.program_cache import ProgramCache
 from megatrain_fx.region_updater import RegionUpdater
@@ -63,6 +64,7 @@ class StreamedModel:
         self._latest: tuple[Run, Updates] | None = None
         self._optimizer: weakref.ref[RegionUpdater] | None = None
         self._compiled: dict[int, dict[int, CompiledTemplate]] = {}
+        self._timed: set[int] = set()  # programs whose kernels have been run once
         self._running = threading.RLock()
 
     def prepare(
@@ -192,12 +194,19 @@ class StreamedModel:
             if trains and self.optimizer is not None:
                 self.optimizer.begin_backward(run.homes)
             bound.resume(run) if resume else bound.backward(run)
+            self._release_pinned_cache(program)
             self.store.publish_gradients(run.trained)
             if trains and self.optimizer is not None:
                 self.optimizer.end_backward(run.trained)
         run_accumulation_hooks(self.store.parameters, tuple(run.trained))
         inputs = len(program.capture.signature.tensors)
         return [run.gradients.get(f"grad.input.{position}") for position in range(inputs)]
+
+    def _release_pinned_cache(self, program: Program) -> None:
+        """Inductor times kernels when they first run, on copies in pinned memory that PyTorch would keep: gigabytes."""
+        if self.config.template == "inductor" and self.config.device.type == "cuda" and id(program) not in self._timed:
+            self._timed.add(id(program))
+            release_pinned_cache()
 
     def _new_program(
         self,
