@@ -75,7 +75,9 @@ def differentiated_loss(
     """
     read, applied = apply_steps(settings.steps, logits)
     dtype, spread, kept = read.dtype, settings.label_smoothing / read.shape[1], 1 - settings.label_smoothing
-    values = read.to(settings.dtype, copy=bool(applied) and read is applied[-1].tanh)
+    values = read.to(settings.dtype)
+    if values is read and applied and read is applied[-1].tanh:
+        values = read.clone()  # what a step keeps for its derivative is not overwritten
     del logits, read  # from here on one tensor is as large as the chunk, and everything happens in it
     valid = (targets != settings.ignore_index).unsqueeze(1)
     index = torch.where(valid, targets.unsqueeze(1), 0)
