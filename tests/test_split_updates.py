@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 import time
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,11 +13,12 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import megatrain_fx as megatrain
+from megatrain_fx.extension import runtime as native
 from megatrain_fx.facts import UpdateMode, Updates
 from megatrain_fx.ir import Op
 from megatrain_fx.schedule import Schedule
 from optimizer_training import assert_equal, one_torch_thread  # noqa: F401  a fixture
-from schedule_edits import dependency_deletions
+from schedule_edits import changed, dependency_deletions, find, moved, removed
 
 optim = megatrain.optim
 pytestmark = [pytest.mark.timeout(120), pytest.mark.usefixtures("one_torch_thread")]
@@ -144,6 +147,102 @@ def test_no_dependency_can_be_deleted() -> None:
     for mutant in mutants:
         with pytest.raises(megatrain.ScheduleError):
             mutant.schedule.verify()
+
+
+SPLIT = schedule(compiled())
+LAST = find(SPLIT, Op.UPDATE, nth=3)
+BROKEN: dict[str, tuple[Callable[[Schedule], Schedule], str]] = {
+    "a part and the whole": (
+        lambda s: changed(s, find(s, Op.PREFETCH), reads=("weights.0",)),
+        "weights.0 overlaps weights.0.rows and weights.0.rest",
+    ),
+    "a part fetched alone": (
+        lambda s: changed(s, find(s, Op.PREFETCH), reads=("weights.0.rows",)),
+        "prefetch cannot take weights.0.rows at once, nor a part of a region that it needs whole",
+    ),
+    "an unknown part": (
+        lambda s: changed(s, find(s, Op.PREFETCH), reads=("weights.0.some",)),
+        "weights.0.some is no part of weights.0",
+    ),
+    "rows of another region": (
+        lambda s: changed(s, LAST, reads=("gradients.0.rows", "rows.1")),
+        "update of gradients.0.rows reads rows.1",
+    ),
+    "gradients of other rows": (
+        lambda s: changed(s, LAST, reads=("gradients.0.rest", "rows.0")),
+        "weights.0.rows cannot be updated with gradients.0.rest",
+    ),
+    "parts without a select": (lambda s: removed(s, find(s, Op.SELECT)), "no select writes rows.0"),
+    "a select of another stage": (
+        lambda s: changed(s, find(s, Op.SELECT), stage=1),
+        "stage.1 loads nothing from weights.0, so it looks up no rows of it",
+    ),
+    "the head's gradients by rows": (
+        lambda s: changed(
+            s,
+            find(s, Op.ACCUMULATE),
+            reads=(*s.operations[find(s, Op.ACCUMULATE)].reads, "rows.0"),
+            writes=("gradients.0.rows",),
+        ),
+        "trains all rows of gradients.0, not only those that another stage looks up",
+    ),
+    "the rest before the head's gradients": (
+        lambda s: moved(changed(s, find(s, Op.UPDATE), after=()), find(s, Op.UPDATE), find(s, Op.ACCUMULATE)),
+        "gradients.0.rest is not complete yet",
+    ),
+}
+
+
+@pytest.mark.parametrize("rule", BROKEN)
+def test_a_broken_rule_is_named(rule: str) -> None:
+    edit, reason = BROKEN[rule]
+    with pytest.raises(megatrain.ScheduleError, match=re.escape(reason)):
+        edit(SPLIT).verify()
+
+
+@pytest.mark.parametrize("width", [1, 3, 64, 5000])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_two_parts_of_a_kernel_are_the_whole(width: int, dtype: torch.dtype) -> None:
+    """Rows that end inside vectors, blocks and parts."""
+    count = 997 if width < 5000 else 8000  # more elements than an update does at a time
+    rows = (torch.rand(count) < 0.3).to(torch.uint8)
+    queue = native.UpdateQueue(2)
+    weights, gradients = torch.randn(count * width).to(dtype), torch.randn(count * width).to(dtype)
+    results = []
+    for parts in ((None,), (True, False)):
+        values, states = weights.clone(), [torch.zeros(count * width) for _ in range(2)]
+        task = native.UpdateTask(values.view(torch.uint8), gradients.view(torch.uint8), states, None, queue.pool)
+        options = {"lr": 0.1, "beta1": 0.9, "beta2": 0.99, "eps": 1e-8, "weight_decay": 0.1, "step": 1}
+        for chosen in parts:
+            selection = () if chosen is None else (rows, chosen)
+            task.set([(0, 0, count * width, dtype, 0)], [native.adamw_update(**options)], *selection)
+            task.run()
+        results.append([values, *states])
+    assert all(torch.equal(*pair) for pair in zip(*results, strict=True))
+    with pytest.raises(ValueError, match="divide evenly"):
+        task.set(
+            [(0, 0, count * width, dtype, 0)],
+            [native.adamw_update(**options)],
+            torch.zeros(count + 1, dtype=torch.uint8),
+        )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+@pytest.mark.parametrize("pooled", [False, True])
+def test_selected_rows_are_added(dtype: torch.dtype, pooled: bool) -> None:
+    rows = (torch.rand(1000) < 0.3).to(torch.uint8)
+    gradient, added = torch.randn(1000, 7).to(dtype), torch.randn(int(rows.sum()), 7).to(dtype)
+    slab = torch.full((1000, 7), torch.nan, dtype=dtype)
+    slab[: len(added)] = added
+    expected = gradient.clone()
+    expected[rows.bool()] += added
+    pool = native.UpdateQueue(3).pool if pooled else None
+    task = native.AccumulateTask(slab.flatten().view(torch.uint8), gradient.flatten().view(torch.uint8), pool)
+    task.set_segments([(0, 7000, dtype, 2)], rows)
+    task.run()
+    assert torch.equal(gradient, expected)
+    with pytest.raises(ValueError, match="divide evenly"):
+        task.set_segments([(0, 7000, dtype, 1)], rows)
 
 
 KINDS = [

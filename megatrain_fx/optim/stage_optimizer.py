@@ -27,7 +27,7 @@ class StageOptimizer(torch.optim.Optimizer):
     - By default a region is updated during the backward pass, as soon as its gradients are home; ``step()`` has nothing
       left to do. What an update depends on must not change between ``backward()`` and ``step()``: options of parameter
       groups, or gradients (use ``max_grad_norm`` to clip). If a backward pass fails, the regions that it has completed
-      are updated, the others are not.
+      are updated, the others are not (of a tied embedding, perhaps the rows that were not looked up).
     - With ``max_grad_norm`` the norm is known only after the backward pass. ``step()`` starts all updates and returns;
       they run during the next forward pass, each prefetch waiting for its own. If the norm is infinite or NaN the step
       is skipped: nothing changes but ``skipped_steps``.
