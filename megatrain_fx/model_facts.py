@@ -107,14 +107,14 @@ def _lookups(
 ) -> tuple[Lookup, ...]:
     if template.joint is None:
         return ()
-    indices = looked_up(template.joint.graph, len(used))
+    trainable = [number for number, (_, parameter) in enumerate(used) if parameter.requires_grad]
+    gradients = {number: len(stage.outputs) + rank for rank, number in enumerate(trainable)}
+    indices = looked_up(template.joint.graph, len(used), gradients)
     first_input = len(used) + len(list(stage.module.named_buffers()))
     found = []
-    for number, (place, parameter) in enumerate(used):
+    for number, (place, _) in enumerate(used):
         position = indices.get(number, -1) - first_input
-        if position < 0 or not parameter.requires_grad or place.name not in alone:
-            continue
-        if place.stride == (place.shape[1], 1):
+        if position >= 0 and place.name in alone and place.stride == (place.shape[1], 1):
             found.append(Lookup(place.region, stage.inputs[position]))
     return tuple(found)
 

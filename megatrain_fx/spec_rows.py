@@ -80,5 +80,6 @@ def _check_selection(operation: Operation) -> str | None:
     partial = {rows_of(name) for name in hosted} not in _WHOLE
     expected = [f"rows.{number_of(hosted[0])}"] if partial else []
     if read != expected:
-        return f"{operation.op} of {hosted[0]} reads {', '.join(read) or 'no rows'}, expected {expected or 'none'}"
+        found = ", ".join(read) or "no rows"
+        return f"{operation.op} of {hosted[0]} reads {found}; let it read {', '.join(expected) or 'none'}"
     return None

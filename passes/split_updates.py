@@ -77,11 +77,9 @@ def _rewrite(module: fx.GraphModule, update: fx.Node, split: _Split) -> None:
     for node in nodes_of(module, Op.PREFETCH, Op.ACCUMULATE):
         operation = operation_of(node)
         parts = (Rows.CHOSEN,) if node is split.last else (Rows.CHOSEN, Rows.REST)
-        reads, writes = (
-            _in_parts(operation.reads, split.region, parts),
-            _in_parts(operation.writes, split.region, parts),
-        )
-        set_fields(node, reads=(*reads, rows) if node is split.last else reads, writes=writes)
+        selected = (rows,) if node is split.last else ()
+        reads = (*_in_parts(operation.reads, split.region, parts), *selected)
+        set_fields(node, reads=reads, writes=_in_parts(operation.writes, split.region, parts))
     with graph.inserting_after(split.forward):
         stage = operation_of(split.forward).stage
         append(graph, Operation(Op.SELECT, Lane.COMPUTE, stage, reads=(split.indices,), writes=(rows,)))

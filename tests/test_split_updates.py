@@ -115,13 +115,38 @@ class Next(nn.Embedding):
         return super().forward(given + 1)
 
 
+class DenseGradient(torch.autograd.Function):
+    """A lookup whose own gradient reaches every row."""
+
+    @staticmethod
+    def forward(context: Any, weight: Tensor, given: Tensor) -> Tensor:
+        context.shape = weight.shape
+        return functional.embedding(given, weight)
+
+    @staticmethod
+    def backward(context: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient.sum((0, 1)).expand(context.shape), None
+
+
+class Regularized(Tied):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = Dense(VOCABULARY, WIDTH)
+        self.head.weight = self.embedding.weight
+
+
+class Dense(nn.Embedding):
+    def forward(self, given: Tensor) -> Tensor:
+        return DenseGradient.apply(self.weight, given)
+
+
 class Frozen(Tied):
     def __init__(self) -> None:
         super().__init__()
         self.embedding.weight.requires_grad_(False)
 
 
-@pytest.mark.parametrize("kind", [Untied, Scaled, Shifted, Frozen])
+@pytest.mark.parametrize("kind", [Untied, Scaled, Shifted, Regularized, Frozen])
 def test_other_uses_are_updated_whole(kind: type[Tied]) -> None:
     model = megatrain.compile(kind(), device="cpu", stage_bytes=0)
     program = megatrain.trace(model, tokens(0))
