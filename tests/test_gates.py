@@ -84,3 +84,25 @@ def test_the_first_failure_of_a_gate_is_kept() -> None:
     gate.fail("consequence")
     with pytest.raises(RuntimeError, match="^cause$"):
         gate.wait()
+
+
+def test_a_copy_that_follows_waits_for_every_update_of_its_region(runtime: cpp.Runtime) -> None:
+    """What a first update says of its progress is no word about a second one."""
+    queue, gate = cpp.UpdateQueue(2), cpp.Gate()
+    size = 2**16
+    weights, gradients = torch.zeros(size), torch.ones(size)
+    source, target = weights.view(torch.uint8), torch.zeros(size * 4, dtype=torch.uint8, device=runtime.device)
+    update = cpp.UpdateTask(source, gradients.view(torch.uint8), [], None, queue.pool)
+    step = cpp.sgd_update(lr=1.0, momentum=0.0, dampening=0.0, weight_decay=0.0, nesterov=False, step=1)
+    update.set([(0, 0, size, torch.float32, 0)], [step])
+    long = cpp.NormTask(torch.zeros(2**24).view(torch.uint8), queue.pool)
+    long.set_segments([(0, 2**24, torch.float32)] * 20)
+    blocker = cpp.NormTask(torch.zeros(2**24).view(torch.uint8), queue.pool)
+    blocker.set_segments([(0, 2**24, torch.float32)] * 4)
+    queue.submit(-1, blocker, cpp.Gate())  # so that all are pending before the first update begins
+    queue.submit(0, update, gate)
+    queue.submit(1, long, cpp.Gate())
+    queue.submit(2, update, gate)
+    cpp.Executor(runtime, [Instruction.follow("prefetch", Lane.h2d, source, target, gate, [])]).run(0, 1, None)
+    queue.wait()
+    assert set(target.view(torch.float32).tolist()) == {-2.0}

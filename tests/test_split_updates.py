@@ -158,6 +158,23 @@ def test_other_uses_are_updated_whole(kind: type[Tied]) -> None:
     assert all(".re" not in text and ".rows" not in text for text in texts(found, Op.UPDATE))
 
 
+class Contested(Tied):
+    """Layers as large as the matrix take its slot in between."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        blocks = (nn.Sequential(nn.Linear(WIDTH, 80), nn.Tanh(), nn.Linear(80, WIDTH)) for _ in range(4))
+        self.layers = nn.ModuleList(blocks)
+
+
+def test_a_matrix_that_is_fetched_again_is_updated_whole() -> None:
+    """Its rows must not change before the last fetch, which comes when the layers have gone backward."""
+    found = schedule(megatrain.compile(Contested(), device="cpu", stage_bytes=0, slots=1))
+    fetches = [text for text in texts(found, Op.PREFETCH) if text.startswith("prefetch weights.0 ")]
+    assert len(fetches) == 3
+    assert not texts(found, Op.SELECT)
+
+
 def test_a_clipped_or_resumed_step_is_not_split() -> None:
     model = compiled()
     assert not texts(schedule(model, resume=True), Op.SELECT)
