@@ -113,7 +113,7 @@ class BoundSchedule:
 
     def _selector(self, operation: Operation, region: int) -> RowSelector:
         (place,) = self._program.layout.regions[region].places
-        return RowSelector.of(operation.reads[0], place.shape[0], self._device)
+        return RowSelector.of(region, operation.reads[0], place.shape[0], self._device)
 
     def _selection(self, journey: Journey) -> RowSelection | None:
         """The rows to be updated next once these gradients are home."""
@@ -230,9 +230,11 @@ class BoundSchedule:
         def backward(run: Run) -> None:
             gradients = runner.backward(run, leaving)
             run.trained.update(dict.fromkeys(gradients))
+            # here, not after the pass: the device computes meanwhile
+            run.published += self._store.publish_gradients(gradients)
             optimizer = self._attached()
             for homecoming in homecomings:
-                homecoming.send(gradients, run.homes)
+                homecoming.send(gradients, run)
                 if optimizer is not None:
                     optimizer.narrow(homecoming.region, run.trained.keys(), homecoming.selection)
 

@@ -10,6 +10,7 @@ from megatrain_fx.ir import BufferKind, Op, kind_of, number_of
 from megatrain_fx.layout import Place
 from megatrain_fx.private_api import foreach_copy
 from megatrain_fx.row_selection import RowSelection
+from megatrain_fx.run import Run
 from megatrain_fx.schedule import Schedule
 from megatrain_fx.store import ADD, COPY, SKIP
 
@@ -70,7 +71,7 @@ class Homecoming:
     pin: Callable[[torch.Tensor], None]
     selection: RowSelection | None = None
 
-    def send(self, gradients: Mapping[str, torch.Tensor], homes: dict[str, int]) -> None:
+    def send(self, gradients: Mapping[str, torch.Tensor], run: Run) -> None:
         """Write gradients into the slab, and say how each is to meet what the store holds.
 
         If the store holds none, the copy from the device goes home at once and nothing is left to accumulate: the
@@ -78,8 +79,9 @@ class Homecoming:
 
         Args:
             gradients: by name; a parameter without one keeps what the store holds.
-            homes: how the next gradient of each parameter comes home (COPY or ADD); after the first it is ADD.
+            run: knows how the next gradient of each parameter comes home (COPY or ADD); after the first it is ADD.
         """
+        homes = run.homes
         present = [name for name in self.views if name in gradients]
         direct = bool(present) and all(homes[name] == COPY for name in self.places)
         if direct:
@@ -90,7 +92,8 @@ class Homecoming:
             modes = {name: homes[name] if name in gradients else SKIP for name in self.places}
             segments = [(p.offset, p.numel, p.dtype, modes[name]) for name, p in self.places.items()]
             if self.selection is not None and self.selection.chosen and present:
-                self._send_rows(gradients[present[0]], present[0], segments, self.selection)
+                limit = run.lookups[self.region]
+                self._send_rows(gradients[present[0]], present[0], segments, self.selection, limit)
             else:
                 self._write(gradients, present)
                 self._go(self.slab, segments)
@@ -100,10 +103,10 @@ class Homecoming:
         foreach_copy([self.views[name] for name in present], [gradients[name] for name in present])
 
     def _send_rows(
-        self, gradient: torch.Tensor, name: str, segments: Sequence[Segment], selection: RowSelection
+        self, gradient: torch.Tensor, name: str, segments: Sequence[Segment], selection: RowSelection, limit: int
     ) -> None:
         """Send only the rows that the step has looked up, one after the other: those of all others are zero."""
-        rows = gradient.index_select(0, selection.numbers())
+        rows = gradient.index_select(0, selection.numbers(limit))
         self.views[name][: len(rows)].copy_(rows)
         self._go(self.slab, segments, selection.rows, rows.numel() * rows.element_size())
 

@@ -21,9 +21,14 @@ class RowSelection:
     marks: torch.Tensor
     chosen: bool
 
-    def numbers(self) -> torch.Tensor:
-        """Numbers of the rows that the step looks up, ascending, int64 on the compute device; waits for it."""
-        return self.marks.nonzero().squeeze(1)
+    def numbers(self, limit: int) -> torch.Tensor:
+        """Numbers of the rows that the step looks up, ascending, int64 on the compute device.
+
+        Args:
+            limit: how many there are at most. That many are returned, the missing ones as 0: to count them would be to
+                wait for the device.
+        """
+        return self.marks.nonzero_static(size=limit, fill_value=0).squeeze(1)
 
 
 @dataclass(frozen=True)
@@ -31,25 +36,29 @@ class RowSelector:
     """What a ``select`` does: marks the rows that a value of the run names.
 
     Attributes:
+        region: whose rows they are.
         indices: name of the value, a tensor of row numbers.
         rows: marks for the host; in page-locked memory, if the device is no CPU, so that the copy is asynchronous.
         marks: the same on the device.
     """
 
+    region: int
     indices: str
     rows: torch.Tensor
     marks: torch.Tensor
 
     @classmethod
-    def of(cls, indices: str, count: int, device: torch.device) -> "RowSelector":
-        """A selector for a parameter of ``count`` rows that ``device`` looks up."""
+    def of(cls, region: int, indices: str, count: int, device: torch.device) -> "RowSelector":
+        """A selector for a region's parameter of ``count`` rows that ``device`` looks up."""
         rows = torch.zeros(count, dtype=torch.uint8, pin_memory=device.type != "cpu")
-        return cls(indices, rows, torch.zeros(count, dtype=torch.uint8, device=device))
+        return cls(region, indices, rows, torch.zeros(count, dtype=torch.uint8, device=device))
 
     def select(self, run: Run) -> None:
         """Mark the rows; what waits for the compute lane finds the marks on the host."""
+        indices = run.values[self.indices]
+        run.lookups[self.region] = min(indices.numel(), self.marks.numel())
         with torch.no_grad():
-            self.marks.zero_().index_fill_(0, run.values[self.indices].flatten().long(), 1)
+            self.marks.zero_().index_fill_(0, indices.flatten().long(), 1)
             self.rows.copy_(self.marks, non_blocking=True)
 
     def selection(self, *, chosen: bool) -> RowSelection:

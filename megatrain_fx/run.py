@@ -84,6 +84,8 @@ class Run:
         trains: the backward pass is to deliver gradients of parameters.
         homes: how the next gradient of each parameter comes home, by name (see :mod:`megatrain_fx.store`).
         trained: names of the parameters that received a gradient.
+        published: those of them that had no ``grad`` before.
+        lookups: how many rows of a region have been looked up, at most, by region.
     """
 
     values: dict[str, Any]
@@ -97,6 +99,8 @@ class Run:
     trains: bool = True
     homes: dict[str, int] = field(default_factory=dict)
     trained: dict[str, None] = field(default_factory=dict)
+    published: list[str] = field(default_factory=list)
+    lookups: dict[int, int] = field(default_factory=dict)
 
     @classmethod
     def of_inputs(cls, inputs: Sequence[torch.Tensor], modes: ExecutionModes) -> "Run":
@@ -113,6 +117,7 @@ class Run:
         self.trains = trains
         self.gradients = {}
         self.trained = {}
+        self.published = []
         for value, gradient in gradients:
             earlier = self.gradients.get(gradient_name(value))
             if earlier is not None and gradient is not None:

@@ -131,13 +131,19 @@ class HostStore:
             parameter.grad = view
         return ADD
 
-    def publish_gradients(self, names: Iterable[str]) -> None:
-        """Let ``parameter.grad`` show the store's gradients of the named parameters."""
+    def publish_gradients(self, names: Iterable[str]) -> list[str]:
+        """Let ``parameter.grad`` show the store's gradients of the named parameters; returns those that had none."""
+        new = [name for name in names if self.parameters[name].grad is None]
+        for name in new:
+            published = self.gradient_view(name).detach()
+            self.parameters[name].grad = published
+            self._published[name] = weakref.ref(published)
+        return new
+
+    def withdraw_gradients(self, names: Iterable[str]) -> None:
+        """Take back what was published for a backward pass that failed: not all of it has come home."""
         for name in names:
-            if self.parameters[name].grad is None:
-                published = self.gradient_view(name).detach()
-                self.parameters[name].grad = published
-                self._published[name] = weakref.ref(published)
+            self.parameters[name].grad = None
 
     def _leave_published(self, name: str) -> None:
         """Give a gradient that the user took from ``parameter.grad`` and still holds memory of its own."""

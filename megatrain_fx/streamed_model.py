@@ -193,9 +193,12 @@ class StreamedModel:
             bound = self._bind(program, resume, updates)
             if trains and self.optimizer is not None:
                 self.optimizer.begin_backward(run.homes)
-            bound.resume(run) if resume else bound.backward(run)
+            try:
+                bound.resume(run) if resume else bound.backward(run)
+            except BaseException:
+                self.store.withdraw_gradients(run.published)
+                raise
             self._release_pinned_cache(program)
-            self.store.publish_gradients(run.trained)
             if trains and self.optimizer is not None:
                 self.optimizer.end_backward(run.trained)
         run_accumulation_hooks(self.store.parameters, tuple(run.trained))

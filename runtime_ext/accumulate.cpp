@@ -8,7 +8,6 @@
 #include <algorithm>
 #include <atomic>
 #include <stdexcept>
-#include <string>
 #include <utility>
 
 namespace megatrain {
@@ -18,35 +17,16 @@ namespace {
 // Rows that a thread looks at at a time.
 constexpr std::int64_t kRowBlock = 256;
 
-void check_bytes(const at::Tensor& tensor, const char* role) {
-  if (!tensor.device().is_cpu() || tensor.scalar_type() != at::kByte || tensor.dim() != 1 ||
-      !tensor.is_contiguous()) {
-    throw std::invalid_argument(
-        std::string("the ") + role +
-        " of an AccumulateTask must be a contiguous one-dimensional uint8 CPU tensor");
-  }
-}
-
-std::uint8_t* address(const at::Tensor& bytes, const Segment& segment) {
-  return static_cast<std::uint8_t*>(bytes.data_ptr()) + segment.byte_offset;
-}
-
-bool holds(const at::Tensor& bytes, const Segment& segment) {
-  const auto size = static_cast<std::int64_t>(c10::elementSize(segment.dtype));
-  return segment.byte_offset >= 0 && segment.count >= 0 && segment.byte_offset <= bytes.numel() &&
-         segment.count <= (bytes.numel() - segment.byte_offset) / size &&
-         reinterpret_cast<std::uintptr_t>(address(bytes, segment)) % c10::elementSize(segment.dtype) == 0;
+at::Tensor view(const ByteRegion& bytes, const Segment& segment) {
+  return at::from_blob(bytes.at(segment.byte_offset), {segment.count}, at::TensorOptions(segment.dtype));
 }
 
 void check_rows(const at::Tensor& rows, const std::vector<Segment>& segments) {
-  if (!rows.device().is_cpu() || rows.scalar_type() != at::kByte || rows.dim() != 1 ||
-      !rows.is_contiguous()) {
-    throw std::invalid_argument("selected rows must be a contiguous one-dimensional uint8 CPU tensor");
-  }
+  require_row_marks(rows);
   if (segments.empty()) return;
   const Segment& first = segments.front();
-  const bool single = segments.size() == 1 && first.mode != AccumulateMode::copy;
-  if (single && rows.numel() > 0 && first.count % rows.numel() == 0) return;
+  const bool added = segments.size() == 1 && first.mode != AccumulateMode::copy;
+  if (added && divides(rows, first.count)) return;
   throw std::invalid_argument(
       "rows can be selected of a single segment that is added and that they divide evenly");
 }
@@ -66,29 +46,16 @@ std::vector<std::int64_t> chosen_before_blocks(const at::Tensor& rows) {
 }  // namespace
 
 AccumulateTask::AccumulateTask(at::Tensor slab, at::Tensor gradient, std::shared_ptr<WorkerPool> pool)
-    : slab_(std::move(slab)), gradient_(std::move(gradient)), pool_(std::move(pool)) {
-  check_bytes(slab_, "slab");
-  check_bytes(gradient_, "gradient");
-}
+    : slab_(std::move(slab), "slab"), gradient_(std::move(gradient), "gradient"), pool_(std::move(pool)) {}
 
 void AccumulateTask::set_segments(std::vector<Segment> segments, std::optional<at::Tensor> rows) {
-  for (const Segment& segment : segments) check(segment);
+  for (const Segment& segment : segments) {
+    slab_.require(segment.byte_offset, segment.count, segment.dtype);
+    gradient_.require(segment.byte_offset, segment.count, segment.dtype);
+  }
   if (rows) check_rows(*rows, segments);
   segments_ = std::move(segments);
   rows_ = std::move(rows);
-}
-
-void AccumulateTask::check(const Segment& segment) const {
-  if (holds(slab_, segment) && holds(gradient_, segment)) return;
-  throw std::invalid_argument("a segment of " + std::to_string(segment.count) + " " +
-                              c10::toString(segment.dtype) + " elements at byte " +
-                              std::to_string(segment.byte_offset) + " is misaligned or outside the slab of " +
-                              std::to_string(slab_.numel()) + " bytes or the gradient of " +
-                              std::to_string(gradient_.numel()) + " bytes");
-}
-
-at::Tensor AccumulateTask::view(const at::Tensor& bytes, const Segment& segment) const {
-  return at::from_blob(address(bytes, segment), {segment.count}, at::TensorOptions(segment.dtype));
 }
 
 void AccumulateTask::add_rows(const Segment& segment) const {
@@ -112,8 +79,8 @@ void AccumulateTask::add_rows(const Segment& segment, std::int64_t begin, std::i
   const std::uint8_t* rows = rows_->const_data_ptr<std::uint8_t>();
   const std::int64_t size = segment.count / rows_->numel();
   AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, segment.dtype, "add_rows", [&] {
-    auto* gradients = reinterpret_cast<scalar_t*>(address(gradient_, segment));
-    const auto* slab = reinterpret_cast<const scalar_t*>(address(slab_, segment)) + chosen * size;
+    auto* gradients = static_cast<scalar_t*>(gradient_.at(segment.byte_offset));
+    const auto* slab = static_cast<const scalar_t*>(slab_.at(segment.byte_offset)) + chosen * size;
     for (std::int64_t row = begin; row < end; ++row) {
       if (rows[row] == 0) continue;
       scalar_t* gradient = gradients + row * size;

@@ -8,6 +8,7 @@
 #include <optional>
 #include <vector>
 
+#include "byte_region.h"
 #include "task.h"
 #include "worker_pool.h"
 
@@ -39,13 +40,11 @@ class AccumulateTask : public Task {
   void run() override;
 
  private:
-  void check(const Segment& segment) const;
   void add_rows(const Segment& segment) const;
   void add_rows(const Segment& segment, std::int64_t begin, std::int64_t end, std::int64_t chosen) const;
-  at::Tensor view(const at::Tensor& bytes, const Segment& segment) const;
 
-  at::Tensor slab_;
-  at::Tensor gradient_;
+  ByteRegion slab_;
+  ByteRegion gradient_;
   std::shared_ptr<WorkerPool> pool_;
   std::vector<Segment> segments_;
   std::optional<at::Tensor> rows_;

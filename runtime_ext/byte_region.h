@@ -45,6 +45,19 @@ class ByteRegion {
   std::string role_;
 };
 
+// Throws std::invalid_argument unless `rows` can mark rows: contiguous one-dimensional uint8 on the CPU.
+inline void require_row_marks(const at::Tensor& rows) {
+  if (rows.device().is_cpu() && rows.scalar_type() == at::kByte && rows.dim() == 1 && rows.is_contiguous()) {
+    return;
+  }
+  throw std::invalid_argument("selected rows must be a contiguous one-dimensional uint8 CPU tensor");
+}
+
+// Whether `count` elements are as many rows of one size as `rows` marks.
+inline bool divides(const at::Tensor& rows, std::int64_t count) {
+  return rows.numel() > 0 && count % rows.numel() == 0;
+}
+
 // Throws std::invalid_argument unless the optimizer's kernels take parameters of this type.
 inline void require_updatable(at::ScalarType dtype) {
   if (dtype == at::kFloat || dtype == at::kBFloat16) return;

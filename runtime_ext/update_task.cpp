@@ -11,7 +11,7 @@ namespace megatrain {
 namespace {
 
 // Elements after which a more urgent task may come first: some milliseconds of work.
-constexpr std::int64_t kPartElements = 16 << 20;
+constexpr std::int64_t kPartElements = 8 << 20;
 // Separates the random numbers of segments, whose elements are all counted from zero.
 constexpr std::uint64_t kSeedStride = 0x9e3779b97f4a7c15u;
 
@@ -29,12 +29,9 @@ void require_state(const at::Tensor& state, at::ScalarType dtype, std::int64_t s
 
 void require_selectable(const std::vector<UpdateSegment>& segments, const RowSelection& selection) {
   const at::Tensor& rows = selection.rows;
-  if (!rows.device().is_cpu() || rows.scalar_type() != at::kByte || rows.dim() != 1 ||
-      !rows.is_contiguous()) {
-    throw std::invalid_argument("selected rows must be a contiguous one-dimensional uint8 CPU tensor");
-  }
+  require_row_marks(rows);
   if (segments.empty()) return;
-  if (segments.size() == 1 && rows.numel() > 0 && segments.front().count % rows.numel() == 0) return;
+  if (segments.size() == 1 && divides(rows, segments.front().count)) return;
   throw std::invalid_argument("rows can be selected of one segment that they divide evenly, not of " +
                               std::to_string(segments.size()) + " segments, the first of " +
                               std::to_string(segments.front().count) + " elements, with " +

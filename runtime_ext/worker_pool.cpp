@@ -28,23 +28,39 @@ class WorkerPool::Crew {
   ~Crew() { dismiss(); }
 
   void run(int parts, const std::function<void(int)>& part) {
-    const std::lock_guard<std::mutex> one_job_at_a_time(job_mutex_);
     begin(parts, part);
     run_part(0);
-    std::unique_lock<std::mutex> lock(mutex_);
-    finished_.wait(lock, [this] { return unfinished_ == 0; });
-    if (error_) std::rethrow_exception(std::exchange(error_, nullptr));
+    const std::exception_ptr error = end();
+    if (error) std::rethrow_exception(error);
   }
 
  private:
+  // Waits until all jobs given before have ended. A mutex held for the whole of a job would not do: a thread
+  // that gives one job right after another takes it again before those who wait have woken.
   void begin(int parts, const std::function<void(int)>& part) {
     {
-      const std::lock_guard<std::mutex> lock(mutex_);
+      std::unique_lock<std::mutex> lock(mutex_);
+      const uint64_t job = ++jobs_given_;
+      next_.wait(lock, [&] { return job_number_ + 1 == job && !running_; });
+      job_number_ = job;
+      running_ = true;
       job_ = &part;
       parts_ = unfinished_ = parts;
-      ++job_number_;
     }
     if (parts > 1) started_.notify_all();
+  }
+
+  // Waits for the parts of the job that runs, and lets the next one begin.
+  std::exception_ptr end() {
+    std::exception_ptr error;
+    {
+      std::unique_lock<std::mutex> lock(mutex_);
+      finished_.wait(lock, [this] { return unfinished_ == 0; });
+      error = std::exchange(error_, nullptr);
+      running_ = false;
+    }
+    next_.notify_all();
+    return error;
   }
 
   void work(int part) {
@@ -82,12 +98,14 @@ class WorkerPool::Crew {
     for (std::thread& worker : workers_) worker.join();
   }
 
-  std::mutex job_mutex_;  // held for the whole of a job
-  std::mutex mutex_;      // guards all that follows; job_ does not change while a part of it is unfinished
+  std::mutex mutex_;  // guards all that follows; job_ does not change while a part of it is unfinished
+  std::condition_variable next_;
   std::condition_variable started_;
   std::condition_variable finished_;
   const std::function<void(int)>* job_ = nullptr;
-  uint64_t job_number_ = 0;
+  uint64_t jobs_given_ = 0;
+  uint64_t job_number_ = 0;  // of the job that runs, or ran last; jobs are numbered as they are given
+  bool running_ = false;
   int parts_ = 0;
   int unfinished_ = 0;
   bool dismissed_ = false;

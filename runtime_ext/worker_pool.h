@@ -9,9 +9,9 @@ namespace megatrain {
 
 /// Part k of every job runs on the same thread, part 0 on the caller's, so that memory stays near its core.
 ///
-/// Jobs given by several threads at once run one after another. A part that throws does not stop the others;
-/// the first exception is rethrown to the caller when all have ended. A part must not give a job to its own
-/// pool.
+/// Jobs given by several threads at once run one after another, in the order in which they were given. A part
+/// that throws does not stop the others; the first exception is rethrown to the caller when all have ended. A
+/// part must not give a job to its own pool.
 class WorkerPool {
  public:
   /// Starts threads - 1 threads. Throws std::invalid_argument unless threads is in [1, kMaximumThreads].

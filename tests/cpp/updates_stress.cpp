@@ -175,6 +175,33 @@ void play_threads(std::mt19937_64& random) {
   queue.wait(nullptr);
 }
 
+// A thread that gives one job right after another keeps nobody else out of the pool.
+void play_jobs() {
+  WorkerPool pool(2);
+  std::atomic<bool> ended{false};
+  std::atomic<int> others{0};
+  std::thread busy([&] {
+    while (!ended) {
+      pool.run(2, [&](int part) {
+        if (part == 0) ++others;
+        std::this_thread::sleep_for(std::chrono::microseconds(50));
+      });
+    }
+  });
+  while (others == 0) std::this_thread::yield();
+  int soon = 0;
+  for (int k = 0; k < 9; ++k) {
+    const int before = others;
+    int after = 0;
+    pool.run(1, [&](int) { after = others; });
+    // One that runs, one given just before; more only if this thread was put aside between the two lines.
+    if (after - before <= 2) ++soon;
+  }
+  ended = true;
+  busy.join();
+  require(soon >= 5, "jobs run in the order in which they were given");
+}
+
 // Closing runs what is pending, from whichever thread and however often; so does destruction.
 void play_ends(std::mt19937_64& random) {
   std::vector<std::int64_t> order;
@@ -221,6 +248,7 @@ int main(int argc, char** argv) {
   for (; round < rounds; ++round) {
     play_priorities(random);
     play_threads(random);
+    play_jobs();
     play_ends(random);
   }
   std::printf("%llu rounds held\n", static_cast<unsigned long long>(rounds));
