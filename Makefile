@@ -37,8 +37,9 @@ help:
 demo: $(BUILT)
 	$(BIN)/python examples/train_gpt.py $(DEMO_ARGUMENTS)
 
+# Inductor compiles in the tests' own processes, of which there is one a core already.
 test: $(DEVELOPMENT_PINS) $(BUILT)
-	$(BIN)/python -m pytest $(PYTEST_ARGUMENTS)
+	TORCHINDUCTOR_COMPILE_THREADS=1 $(BIN)/python -m pytest $(PYTEST_ARGUMENTS)
 
 lint: $(DEVELOPMENT_PINS) build/types
 	$(BIN)/ruff check .

@@ -94,8 +94,6 @@ def without_dropout(model: nn.Module) -> nn.Module:
         "skip",
         "convolution",
         "lora",
-        pytest.param("gpt", marks=pytest.mark.slow),
-        pytest.param("encoder_decoder", marks=pytest.mark.slow),
         pytest.param("moe", marks=pytest.mark.slow),
     ],
 )
