@@ -101,12 +101,14 @@ class BoundSchedule:
         optimizer = self._attached()
         task = native.AccumulateTask(host[:size], home, None if optimizer is None else optimizer.queue.pool)
         trainable = self._runners[self._stage(journey.backward)].trainable
-        places = {p.name: p for p in self._program.layout.regions[journey.region].places if p.name in trainable}
+        held = [place for place in self._program.layout.regions[journey.region].places if place.offset < size]
+        places = {place.name: place for place in held if place.name in trainable}
         views = {name: place.view(device) for name, place in places.items()}
         destination = native.Destination(host[:size])
         selection = self._selection(journey)
+        whole = len(places) == len(held)
         homecoming = Homecoming(
-            journey.region, destination, task, host[:size], home, places, views, self._pin, selection
+            journey.region, destination, task, host[:size], home, places, views, self._pin, whole, selection
         )
         self._homecomings[journey.backward].append(homecoming)
         return homecoming

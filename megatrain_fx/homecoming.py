@@ -54,9 +54,11 @@ class Homecoming:
         accumulation: what then moves the gradients from the host slab to the store.
         slab: the host slab.
         home: the region's gradients in the store, of the same size.
-        places: place of each trainable parameter of the region, by name.
+        places: place of each trainable parameter of the region that the backward differentiates, by name.
         views: the same places in the device slab.
         pin: gets the host slab ready for its first use.
+        whole: the region holds gradients of no other parameters. Those would be overwritten by a copy of all of the slab:
+            another program, whose stages are others, may have one region serve several stages.
         selection: rows that the update needs which is due once these gradients are home; all by default. If the rows
             that the step looks up, the gradients of all others are zero.
     """
@@ -69,6 +71,7 @@ class Homecoming:
     places: Mapping[str, Place]
     views: Mapping[str, torch.Tensor]
     pin: Callable[[torch.Tensor], None]
+    whole: bool
     selection: RowSelection | None = None
 
     def send(self, gradients: Mapping[str, torch.Tensor], run: Run) -> None:
@@ -83,7 +86,7 @@ class Homecoming:
         """
         homes = run.homes
         present = [name for name in self.views if name in gradients]
-        direct = bool(present) and all(homes[name] == COPY for name in self.places)
+        direct = self.whole and bool(present) and all(homes[name] == COPY for name in self.places)
         if direct:
             self._write(gradients, present)
             self._go(self.home, [])
