@@ -49,7 +49,8 @@ def chunked_cross_entropy(
 
     Returns:
         The loss, a scalar of ``settings.dtype``; a scalar by which the gradients are yet to be multiplied (with
-        ``torch.float16`` products, the division by the number of targets, lest small gradients vanish); the gradients
+        ``torch.float16`` products, the division by the number of targets, lest small gradients vanish; 0 if there is no
+        target); the gradients
         of ``hidden``, ``weight`` and ``bias``, of the dtype and shape of what they are of, or empty where not wanted.
     """
     results: Results = torch.ops.megatrain_fx.chunked_cross_entropy(
@@ -128,6 +129,7 @@ def run_by_chunks(
     one = torch.ones((), dtype=settings.dtype, device=hidden.device)
     share = one / count.clamp(min=1) if settings.mean else one
     now, later = (one, share) if product_dtype is torch.float16 else (share, one)
+    later = later * (count > 0)  # without a target all gradients are zero, also if the mean, NaN, is used non-linearly
     sums = _Sums(torch.zeros_like(one), *_empty_gradients(hidden, weight, bias, wanted))
     sums.weight_gradient.zero_()
     sums.bias_gradient.zero_()

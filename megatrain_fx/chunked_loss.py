@@ -91,7 +91,7 @@ class _Loss(torch.autograd.Function):
                 "torch.autograd.grad() without create_graph=True, or compile with loss_chunk_bytes=None"
             )
         factor, *found = ctx.saved_tensors
-        factor = factor * gradient
+        factor = torch.where(factor == 0, factor, factor * gradient)
         scale = torch.Tensor.mul if backward_keeps_graph() else torch.Tensor.mul_
         scaled = [scale(one, factor) if wanted else None for one, wanted in zip(found, ctx.wanted, strict=True)]
         return (*scaled, None, None, None, None)

@@ -100,6 +100,8 @@ def streamed_class(original: type[nn.Module]) -> type[nn.Module]:
 
     def reduce(self: nn.Module, protocol: int) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
         state = self.__getstate__()
+        if STATE in self.__dict__:
+            self.__dict__[STATE].synchronize()  # what is copied or saved are parameters after their updates
         if isinstance(state, dict):
             state = {name: value for name, value in state.items() if name != STATE}
         return _new_instance, (original,), state

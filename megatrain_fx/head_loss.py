@@ -65,8 +65,7 @@ class HeadLoss:
     @property
     def bytes(self) -> int:
         """Size of the whole logits that the loss reads; where sizes are symbolic, with those that were captured."""
-        value = self.logits[-1].meta["val"]
-        return math.prod(map(size_at, value.shape)) * int(value.dtype.itemsize)
+        return _bytes(self.logits[-1].meta["val"])
 
     @property
     def returns_logits(self) -> bool:
@@ -78,6 +77,16 @@ def find_head_losses(root: fx.GraphModule) -> list[HeadLoss]:
     """The head losses of a captured graph whose logits nothing else uses, except that the model may return them."""
     losses = root.graph.find_nodes(op="call_function", target=_LOSS)
     return [found for found in (_recognise(root, node) for node in losses) if found is not None]
+
+
+def whole_logits(root: fx.GraphModule, most_bytes: int) -> list[int]:
+    """Sizes in bytes of what cross-entropies of a captured graph take, of those above ``most_bytes``."""
+    inputs = [node.args[0].meta["val"] for node in root.graph.find_nodes(op="call_function", target=_LOSS)]
+    return [size for size in map(_bytes, inputs) if size > most_bytes]
+
+
+def _bytes(value: torch.Tensor) -> int:
+    return math.prod(map(size_at, value.shape)) * int(value.dtype.itemsize)
 
 
 def _recognise(root: fx.GraphModule, loss: fx.Node) -> HeadLoss | None:

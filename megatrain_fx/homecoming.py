@@ -57,8 +57,8 @@ class Homecoming:
         places: place of each trainable parameter of the region that the backward differentiates, by name.
         views: the same places in the device slab.
         pin: gets the host slab ready for its first use.
-        whole: the region holds gradients of no other parameters, which a copy of all of the slab would overwrite. It does
-            where the first call's stages, for which regions are made, were others.
+        whole: the region holds gradients of no other parameters, which a copy of the whole slab would overwrite. Where
+            the first call, for which regions are made, had other stages, it may hold some.
         selection: rows that the update needs which is due once these gradients are home; all by default. If the rows
             that the step looks up, the gradients of all others are zero.
     """

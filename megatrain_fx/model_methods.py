@@ -10,7 +10,8 @@ from torch import nn
 from megatrain_fx.errors import ModelDeviceError
 from megatrain_fx.streamed_model import StreamedModel
 
-_READ_PARAMETERS = ("named_parameters", "state_dict", "load_state_dict")
+# A module around a compiled model finds its parameters by way of named_modules.
+_READ_PARAMETERS = ("named_parameters", "get_parameter", "named_modules", "state_dict", "load_state_dict")
 _CONVERT = ("cuda", "xpu", "cpu", "half", "float", "double", "bfloat16", "type", "to_empty", "share_memory")
 
 

@@ -178,7 +178,9 @@ class StreamedModel:
         if self.store.version() != run.weights_version:
             raise StaleWeightsError(
                 "a parameter was modified in place between the forward pass and this backward pass, which reruns the "
-                "forward and would see the new value; call backward before optimizer.step() or load_state_dict()"
+                "forward and would see the new value; call backward before optimizer.step() or load_state_dict(). If a "
+                "loss comes from several calls, the backward of each is a pass of its own: make an optimizer of "
+                "megatrain.optim with accumulation_steps=N for N calls"
             )
         if trains:
             refuse_gradient_hooks(self.store.parameters)

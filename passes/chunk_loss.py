@@ -7,6 +7,7 @@ loss, it leaves the graph alone, and with it the bits of the result.
 from __future__ import annotations
 
 import dataclasses
+import logging
 import operator
 from collections.abc import Collection
 
@@ -15,12 +16,14 @@ from torch import fx
 
 from megatrain_fx.capture import Captured, OutputTree
 from megatrain_fx.chunked_loss import ChunkedLoss
-from megatrain_fx.head_loss import HeadLoss, find_head_losses
+from megatrain_fx.head_loss import HeadLoss, find_head_losses, whole_logits
 from megatrain_fx.logit_chunk import LossSettings
 from megatrain_fx.logit_steps import LogitStep, Pointwise
 from megatrain_fx.signature import Structure, Value, constant
 from megatrain_fx.stages import is_unit_call
 from megatrain_fx.unit_call import UnitCall
+
+logger = logging.getLogger(__name__)
 
 
 def chunk_loss(captured: Captured, most_bytes: int, *, keep_logits: bool = False, compiled: bool = False) -> Captured:
@@ -41,8 +44,9 @@ def chunk_loss(captured: Captured, most_bytes: int, *, keep_logits: bool = False
     if not captured.signature.modes.grad:
         return captured
     root = _copy(captured.graph_module)
-    losses = [loss for loss in find_head_losses(root) if loss.bytes > most_bytes]
-    losses = [loss for loss in losses if not (keep_logits and loss.returns_logits)]
+    found = [loss for loss in find_head_losses(root) if loss.bytes > most_bytes]
+    losses = [loss for loss in found if not (keep_logits and loss.returns_logits)]
+    _warn_of_whole(whole_logits(root, most_bytes), len(found))
     if not losses:
         return captured
     for number, loss in enumerate(losses):
@@ -56,6 +60,16 @@ def chunk_loss(captured: Captured, most_bytes: int, *, keep_logits: bool = False
     return dataclasses.replace(
         captured, graph_module=root, unit_calls=_unit_calls(root), output_tree=OutputTree(structure)
     )
+
+
+def _warn_of_whole(sizes: list[int], recognised: int) -> None:
+    """Say that memory is not bounded where a loss is not that of a head as :mod:`megatrain_fx.head_loss` knows it."""
+    if len(sizes) > recognised:
+        logger.warning(
+            "logits of up to %.2f GiB will exist as a whole: to be taken by chunks they must come from an nn.Linear "
+            "that the model calls, and go to functional.cross_entropy alone, past casts, scales, caps and reshapes",
+            max(sizes) / 2**30,
+        )
 
 
 def _copy(root: fx.GraphModule) -> fx.GraphModule:

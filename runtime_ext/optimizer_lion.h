@@ -2,7 +2,9 @@
 ///
 /// An optimizer is a class with the number of its float32 state tensors, its constants in float32, and
 /// `update`, written once for every vector and every precision. To add one: write such a file, name the class
-/// in optimizer_list.h, and bind a function that builds it in optimizer_bindings.cpp.
+/// in optimizer_list.h, bind a function that makes its update in update_bindings.cpp (like `lion_update`,
+/// which `make_update` in optim/lion.py calls), declare that function in megatrain_fx/_runtime.pyi, and build
+/// again.
 #pragma once
 
 #include "exact_arithmetic.h"

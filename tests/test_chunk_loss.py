@@ -38,6 +38,10 @@ def is_chunked(captured: Captured) -> bool:
     return any(isinstance(call, ChunkedLoss) for call in captured.unit_calls)
 
 
+def warnings(log: pytest.LogCaptureFixture) -> list[str]:
+    return [record.getMessage() for record in log.records if record.name.startswith("megatrain_fx")]
+
+
 @pytest.mark.parametrize("loss", [by_sizes, capped_in_place, classes_second], ids=lambda loss: loss.__name__)
 def test_what_was_captured_is_left_alone(loss: Loss) -> None:
     model = LanguageModel(loss)
@@ -53,10 +57,11 @@ def test_what_was_captured_is_left_alone(loss: Loss) -> None:
     )
 
 
-def test_the_head_becomes_one_unit_call() -> None:
+def test_the_head_becomes_one_unit_call(caplog: pytest.LogCaptureFixture) -> None:
     model = LanguageModel(plain)
     captured = captured_call(model, *batch())
     chunked = chunk_loss(captured, 1000)
+    assert not warnings(caplog)
     (node,) = [n for n in chunked.graph_module.graph.nodes if n.target == "chunked_loss_0"]
     module = chunked.graph_module.get_submodule("chunked_loss_0")
     assert isinstance(module, ChunkedLoss)
@@ -149,9 +154,13 @@ REFUSED = (
 
 
 @pytest.mark.parametrize("loss", REFUSED, ids=lambda loss: loss.__name__)
-def test_other_uses_of_logits_are_refused(loss: Loss) -> None:
+def test_other_uses_of_logits_are_refused(loss: Loss, caplog: pytest.LogCaptureFixture) -> None:
     captured = captured_call(LanguageModel(loss), *batch(ignored=0.0))
+    assert chunk_loss(captured, 2**30) is captured
+    assert not warnings(caplog)
     assert chunk_loss(captured, 0) is captured
+    (message,) = warnings(caplog)
+    assert "will exist as a whole" in message
 
 
 class _Head(nn.Linear):

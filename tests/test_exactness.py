@@ -272,28 +272,3 @@ def test_compiled_model_inside_an_eager_one(device: torch.device) -> None:
         (model(layer(features(device=device))).sin() * layer(features(seed=2, device=device))).sum().backward()
     assert torch.equal(around[0].weight.grad, around[1].weight.grad)
     pair.check()
-
-
-class EarlyExit(nn.Module):
-    """Blocks, and a head after as many of them as the caller says."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
-        self.head = nn.Linear(WIDTH, 3)
-
-    def forward(self, hidden: torch.Tensor, depth: int) -> torch.Tensor:
-        for block in self.blocks[:depth]:
-            hidden = torch.tanh(block(hidden))
-        return self.head(hidden)
-
-
-@pytest.mark.parametrize("accumulated", [False, True])
-def test_stages_of_another_call_share_a_region(accumulated: bool, device: torch.device) -> None:
-    """The first call puts the head with the first block; later ones use each in a stage of its own."""
-    pair = make_pair(EarlyExit, device, stage_bytes=SOME_UNITS, chaos=1)
-    for step, depth in enumerate((1, 4, 2, 4)):
-        for model in pair.both:
-            if not accumulated:
-                model.zero_grad()
-        pair.step(features(seed=step, device=device), depth)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import io
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -140,6 +143,37 @@ def test_step_returns_while_gates_are_closed() -> None:
     with torch.no_grad():
         assert torch.equal(model(batch(1)), expected(batch(1))), "a forward pass waits for the updates"
     assert all(store.gate(region).is_open for region in regions)
+
+
+def saved_and_loaded(model: nn.Module) -> nn.Module:
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+READINGS: dict[str, Callable[[nn.Module], list[Tensor]]] = {
+    "parameters": lambda model: list(model.parameters()),
+    "get_parameter": lambda model: [model.get_parameter(f"{k}.weight") for k in range(6)],
+    "parameters of a module around it": lambda model: list(nn.ModuleList([model]).parameters()),
+    "state_dict of a module around it": lambda model: list(nn.ModuleList([model]).state_dict().values()),
+    "deepcopy": lambda model: list(copy.deepcopy(model).parameters()),
+    "torch.save": lambda model: list(saved_and_loaded(model).parameters()),
+}
+
+
+@pytest.mark.parametrize("reading", READINGS)
+def test_reading_all_parameters_waits_for_their_updates(reading: str) -> None:
+    model = megatrain.compile(
+        nn.Sequential(*(nn.Linear(900, 900, bias=False) for _ in range(6))), device="cpu", stage_bytes=0
+    )
+    optimizer = optim.AdamW(model, lr=0.1, threads=1, during_backward=False)
+    model(torch.randn(2, 900)).square().mean().backward()
+    optimizer.step()
+    assert optimizer.queue.pending, "the updates ended before they could be waited for"
+    found = [parameter.detach().clone() for parameter in READINGS[reading](model)]
+    optimizer.synchronize()
+    assert all(torch.equal(*pair) for pair in zip(found, model.parameters(), strict=True))
 
 
 def test_narrowing_leaves_parameters_without_gradient_alone() -> None:
