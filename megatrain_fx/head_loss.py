@@ -73,16 +73,20 @@ class HeadLoss:
         return any(user.op == "output" for node in self.logits for user in node.users)
 
 
+def cross_entropies(root: fx.GraphModule) -> list[fx.Node]:
+    """The nodes of a captured graph that take a cross-entropy."""
+    return list(root.graph.find_nodes(op="call_function", target=_LOSS))
+
+
 def find_head_losses(root: fx.GraphModule) -> list[HeadLoss]:
     """The head losses of a captured graph whose logits nothing else uses, except that the model may return them."""
-    losses = root.graph.find_nodes(op="call_function", target=_LOSS)
-    return [found for found in (_recognise(root, node) for node in losses) if found is not None]
+    return [found for found in (_recognise(root, node) for node in cross_entropies(root)) if found is not None]
 
 
 def whole_logits(root: fx.GraphModule, most_bytes: int) -> list[int]:
     """Sizes in bytes of what cross-entropies of a captured graph take, of those above ``most_bytes``."""
-    inputs = [node.args[0].meta["val"] for node in root.graph.find_nodes(op="call_function", target=_LOSS)]
-    return [size for size in map(_bytes, inputs) if size > most_bytes]
+    inputs: list[Any] = [node.args[0] for node in cross_entropies(root)]
+    return [size for size in (_bytes(logits.meta["val"]) for logits in inputs) if size > most_bytes]
 
 
 def _bytes(value: torch.Tensor) -> int:

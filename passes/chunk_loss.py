@@ -16,7 +16,8 @@ from torch import fx
 
 from megatrain_fx.capture import Captured, OutputTree
 from megatrain_fx.chunked_loss import ChunkedLoss
-from megatrain_fx.head_loss import HeadLoss, find_head_losses, whole_logits
+from megatrain_fx.glue_heads import call_heads
+from megatrain_fx.head_loss import HeadLoss, cross_entropies, find_head_losses, whole_logits
 from megatrain_fx.logit_chunk import LossSettings
 from megatrain_fx.logit_steps import LogitStep, Pointwise
 from megatrain_fx.signature import Structure, Value, constant
@@ -44,6 +45,7 @@ def chunk_loss(captured: Captured, most_bytes: int, *, keep_logits: bool = False
     if not captured.signature.modes.grad:
         return captured
     root = _copy(captured.graph_module)
+    call_heads(root, cross_entropies(root))
     found = [loss for loss in find_head_losses(root) if loss.bytes > most_bytes]
     losses = [loss for loss in found if not (keep_logits and loss.returns_logits)]
     _warn_of_whole(whole_logits(root, most_bytes), len(found))
@@ -66,8 +68,8 @@ def _warn_of_whole(sizes: list[int], recognised: int) -> None:
     """Say that memory is not bounded where a loss is not that of a head as :mod:`megatrain_fx.head_loss` knows it."""
     if len(sizes) > recognised:
         logger.warning(
-            "logits of up to %.2f GiB will exist as a whole: to be taken by chunks they must come from an nn.Linear "
-            "that the model calls, and go to functional.cross_entropy alone, past casts, scales, caps and reshapes",
+            "logits of up to %.2f GiB will exist as a whole: to be taken by chunks they must come from an nn.Linear or "
+            "a product with a parameter, and go to functional.cross_entropy alone, past casts, scales, caps, reshapes",
             max(sizes) / 2**30,
         )
 
