@@ -50,8 +50,8 @@ def chunked_cross_entropy(
     Returns:
         The loss, a scalar of ``settings.dtype``; a scalar by which the gradients are yet to be multiplied (with
         ``torch.float16`` products, the division by the number of targets, lest small gradients vanish; 0 if there is no
-        target); the gradients
-        of ``hidden``, ``weight`` and ``bias``, of the dtype and shape of what they are of, or empty where not wanted.
+        target); the gradients of ``hidden``, ``weight`` and ``bias``, of the dtype and shape of what they are of, or
+        empty where not wanted.
     """
     results: Results = torch.ops.megatrain_fx.chunked_cross_entropy(
         hidden,

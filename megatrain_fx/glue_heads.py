@@ -11,6 +11,7 @@ from torch import fx, nn
 
 from megatrain_fx.execution_modes import ExecutionModes
 from megatrain_fx.signature import Structure, Value
+from megatrain_fx.stages import attribute
 from megatrain_fx.tree import LEAF, flatten
 from megatrain_fx.unit_call import UnitCall
 
@@ -61,7 +62,7 @@ def _product(root: fx.GraphModule, node: fx.Node) -> _Product | None:
         return None
     if not all(_is_parameter(root, one) for one in (weight, *([] if bias is None else [bias]))):
         return None
-    return _Product(hidden, weight, bias) if _attribute(root, weight).ndim == 2 else None
+    return _Product(hidden, weight, bias) if weight.meta["val"].ndim == 2 else None
 
 
 def _transposed(node: Any) -> Any:
@@ -75,20 +76,16 @@ def _transposed(node: Any) -> Any:
 
 
 def _is_parameter(root: fx.GraphModule, node: Any) -> bool:
-    return isinstance(node, fx.Node) and node.op == "get_attr" and isinstance(_attribute(root, node), nn.Parameter)
-
-
-def _attribute(root: fx.GraphModule, node: fx.Node) -> Any:
-    owner, _, name = str(node.target).rpartition(".")
-    return getattr(root.get_submodule(owner), name)
+    return isinstance(node, fx.Node) and node.op == "get_attr" and isinstance(attribute(root, node), nn.Parameter)
 
 
 def _call(root: fx.GraphModule, name: str, node: fx.Node, product: _Product) -> None:
-    weight = _attribute(root, product.weight)
+    weight = attribute(root, product.weight)
+    assert isinstance(weight, nn.Parameter)
     linear = nn.Linear(weight.shape[1], weight.shape[0], bias=product.bias is not None, device="meta")
     linear.weight = weight
     if product.bias is not None:
-        linear.bias = _attribute(root, product.bias)
+        linear.bias = attribute(root, product.bias)  # type: ignore[assignment]
     _, tree = flatten(((None,), {}))
     arguments, outputs = Structure(tree, (Value(0),)), Structure(LEAF, (Value(0),))
     root.add_submodule(name, UnitCall(linear, str(product.weight.target), arguments, outputs, ExecutionModes()))
